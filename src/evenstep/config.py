@@ -1,0 +1,331 @@
+"""The options of a run as frozen dataclasses, and how their values are found.
+
+Every option has one name: the field here, the flag (``--batch-size``), the key in the TOML file
+(``batch_size``) and, where it is reported, the key in the JSON. The groups below exist for reading and for
+``--help``; names are unique over all groups, so files and flags are flat.
+
+Precedence: flag > ``--config`` file > the run directory's own config.toml (with ``--resume``) > default.
+Nothing outside the command line's reach is ever read. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from evenstep.errors import ConfigError, did_you_mean
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+MODELS = ("net", "resnet9")
+SOURCES = ("auto", "cifar10", "digits")
+
+
+def _positive(name: str, value: float | None) -> None:
+    if value is not None and value <= 0:
+        raise ConfigError(
+            f"{name} is {value}; it must be above 0. Use --{name.replace('_', '-')} with a larger value."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """The run as a whole."""
+
+    run_dir: str | None = None
+    """Directory of the run: config, logs, metrics, checkpoints. Default: runs/DATE-TIME-MODEL."""
+    resume: bool = False
+    """Go on from the newest good checkpoint in --run-dir; without --run-dir, of the newest run in runs/."""
+    seed: int = 0
+    """Seed of everything: weights, order of the samples, augmentation, dropout."""
+    mode: Literal["exact", "fast"] = "exact"
+    """exact: the same bits on any number of processes. fast: plain DDP all-reduce, autotuning, TF32."""
+    smoke_test: bool = False
+    """A few steps of everything (train, evaluate, checkpoint), to see in seconds that it works."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessConfig:
+    """Processes, lanes and devices."""
+
+    nproc: int | Literal["auto"] = "auto"
+    """Processes on this machine. auto: one per GPU; without GPUs one per CPU core, at most 4."""
+    lanes: int | None = None
+    """Logical workers. Default: the number of processes at the first start. More lanes than processes is
+    gradient accumulation, and what lets the run continue with the same bits on more processes."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda if there is a GPU, else cpu."""
+    gpus: str | None = None
+    """GPUs to use: numbers (0,1), or idle or idle:N for GPUs that nobody uses."""
+    gpu_memory_fraction: float | None = None
+    """Share of each GPU's memory that this run may take, 0 to 1."""
+    backend: str | None = None
+    """Backend of torch.distributed. Default: nccl on cuda, gloo on cpu."""
+    threads: int | None = None
+    """CPU threads per process. Default: cores // lanes, at least 1. Kept on resume: it changes bits."""
+    timeout_s: float = 300.0
+    """Seconds that a process waits for the others in one collective."""
+
+    def __post_init__(self) -> None:
+        if self.nproc != "auto":
+            _positive("nproc", self.nproc)
+        _positive("lanes", self.lanes)
+        _positive("threads", self.threads)
+        _positive("timeout_s", self.timeout_s)
+        if self.gpu_memory_fraction is not None and not 0 < self.gpu_memory_fraction <= 1:
+            raise ConfigError(
+                f"gpu_memory_fraction is {self.gpu_memory_fraction}; it is a share of the memory, so it must "
+                "be above 0 and at most 1, for example --gpu-memory-fraction 0.7."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Data."""
+
+    data: str = "auto"
+    """auto, cifar10, digits, a folder, an archive (.tar[.gz|.xz], .zip), an .npz, or module:callable."""
+    data_dir: str = "data"
+    """Where cifar10 is looked for and downloaded to."""
+    cache_dir: str | None = None
+    """Where decoded images are kept. Default: $XDG_CACHE_HOME/evenstep or ~/.cache/evenstep."""
+    augment: bool = False
+    """Random crop with padding 4, random horizontal flip, and normalisation."""
+    workers: int = 0
+    """DataLoader worker processes per process, for your own Datasets."""
+
+    def __post_init__(self) -> None:
+        if self.workers < 0:
+            raise ConfigError(f"workers is {self.workers}; it must be 0 or more, for example --workers 2.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Model."""
+
+    model: str = "net"
+    """net, resnet9, or module:callable (called with num_classes if it takes it)."""
+    compile: bool = False
+    """Run the model through torch.compile."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Arithmetic of the forward pass; the weights stay fp32."""
+    unused_parameters: Literal["error", "allow"] = "error"
+    """What to do when a parameter gets no gradient."""
+
+    def __post_init__(self) -> None:
+        if ":" not in self.model and self.model not in MODELS:
+            raise ConfigError(
+                f"unknown model {self.model!r}.{did_you_mean(self.model, MODELS)} Choose one of "
+                f"{', '.join(MODELS)}, or your own with --model module:callable."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """Optimisation."""
+
+    batch_size: int = 128
+    """Samples per optimizer step over all processes (the global batch)."""
+    epochs: int = 10
+    """Passes over the training data; the learning-rate schedule is laid over them."""
+    steps: int | None = None
+    """Stop at this step, wherever the epoch stands."""
+    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
+    """Optimizer."""
+    lr: float | None = None
+    """Learning rate. Default: 0.05 for sgd, 0.001 for adam and adamw."""
+    momentum: float = 0.9
+    """Momentum of sgd."""
+    nesterov: bool = False
+    """Nesterov momentum for sgd."""
+    weight_decay: float = 0.0
+    """Weight decay (not applied to biases and normalisation layers)."""
+    lr_schedule: Literal["step", "cosine", "onecycle", "constant"] = "step"
+    """How the learning rate changes."""
+    lr_decay: float = 0.3
+    """step: the factor."""
+    lr_decay_epochs: int = 5
+    """step: epochs between two decays."""
+    warmup_epochs: float = 0.0
+    """Epochs of linear warm-up from 0, for step, cosine and constant."""
+    clip_norm: float | None = None
+    """Clip the norm of the whole gradient to this."""
+    label_smoothing: float = 0.0
+    """Label smoothing of the training loss, 0 to 1."""
+    ema_decay: float | None = None
+    """Keep an exponential moving average of the weights with this decay, and evaluate it."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "epochs", "steps", "lr", "lr_decay", "lr_decay_epochs", "clip_norm"):
+            _positive(name, getattr(self, name))
+        if not 0 <= self.label_smoothing < 1:
+            raise ConfigError(
+                f"label_smoothing is {self.label_smoothing}; it must be at least 0 and below 1, for example "
+                "--label-smoothing 0.1."
+            )
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise ConfigError(
+                f"ema_decay is {self.ema_decay}; it must be between 0 and 1, for example --ema-decay 0.999."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputConfig:
+    """Evaluation, checkpoints and what is shown."""
+
+    evaluate_every: int = 1
+    """Epochs between evaluations; the end of the run is always evaluated."""
+    checkpoint_every: int = 1
+    """Epochs between checkpoints; the end of the run is always saved."""
+    checkpoint_every_steps: int | None = None
+    """Steps between checkpoints, besides those at the ends of epochs."""
+    keep: int = 3
+    """How many checkpoints to keep, besides the best one."""
+    log_every: int = 20
+    """Steps between two lines in metrics.jsonl."""
+    log_level: Literal["TRACE", "DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """Least severe level that goes into the log files."""
+    log_rotation: str = "12:00"
+    """When a log file is rotated: a time of day, a size (10 MB) or an age (1 week)."""
+    log_diagnose: bool = False
+    """Write the values of variables into logged tracebacks. They may hold secrets, so it is off."""
+    tensorboard: bool = False
+    """Write the metrics for TensorBoard, too."""
+    json: bool = False
+    """Print one JSON object with the results as the last line of stdout."""
+    quiet: bool = False
+    """Print only the result and errors."""
+
+    def __post_init__(self) -> None:
+        for name in ("evaluate_every", "checkpoint_every", "checkpoint_every_steps", "keep", "log_every"):
+            _positive(name, getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """All options of ``evenstep train``."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    process: ProcessConfig = field(default_factory=ProcessConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)
+
+    def __post_init__(self) -> None:
+        lanes = self.process.lanes
+        if lanes is not None and self.process.nproc != "auto" and self.process.nproc > lanes:
+            raise ConfigError(
+                f"nproc {self.process.nproc} is above lanes {lanes}: each process needs a lane of its own. "
+                f"Use --nproc {lanes} or fewer, or --lanes {self.process.nproc} or more."
+            )
+        least = lanes or (self.process.nproc if self.process.nproc != "auto" else 1)
+        check_batch_size(self.optim.batch_size, least)
+
+
+def check_batch_size(batch_size: int, lanes: int) -> None:
+    """Raise ConfigError if a lane would be empty in every step."""
+    if batch_size < lanes:
+        raise ConfigError(
+            f"batch_size {batch_size} is smaller than lanes {lanes}: some lanes would never get a sample. "
+            f"Use --batch-size {lanes} or more, or --lanes {batch_size} or fewer."
+        )
+
+
+def field_groups() -> dict[str, str]:
+    """Return the group of every key: ``{"batch_size": "optim", ...}``."""
+    return {
+        option.name: group.name
+        for group in dataclasses.fields(TrainConfig)
+        for option in dataclasses.fields(typing.get_type_hints(TrainConfig)[group.name])
+    }
+
+
+def to_flat(config: TrainConfig) -> dict[str, Any]:
+    """Return ``{key: value}`` over all groups, in the order of the groups."""
+    return {key: getattr(getattr(config, group), key) for key, group in field_groups().items()}
+
+
+def from_flat(
+    values: dict[str, Any], base: TrainConfig | None = None, *, where: str = "config"
+) -> TrainConfig:
+    """Return ``base`` with ``values`` put in, checked for unknown keys and wrong types.
+
+    Args:
+        values: ``{key: value}``.
+        base: the values of the keys that are not given; the defaults by default.
+        where: what the values come from, for the messages.
+
+    Raises:
+        ConfigError: a key is unknown, or a value has the wrong type or cannot be.
+    """
+    groups = field_groups()
+    changed: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        if key not in groups:
+            raise ConfigError(
+                f"{where}: unknown key {key!r}.{did_you_mean(key, groups)} A mistyped key would silently "
+                "leave a default in place. `evenstep config show` lists all keys."
+            )
+        changed.setdefault(groups[key], {})[key] = _checked(key, value, where)
+    base = base or TrainConfig()
+    replaced = {group: dataclasses.replace(getattr(base, group), **new) for group, new in changed.items()}
+    return dataclasses.replace(base, **replaced)
+
+
+def _checked(key: str, value: Any, where: str) -> Any:
+    group = typing.get_type_hints(TrainConfig)[field_groups()[key]]
+    hint = typing.get_type_hints(group)[key]
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    for option in options:
+        if typing.get_origin(option) is Literal:
+            if value in typing.get_args(option):
+                return value
+        elif option is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        elif type(value) is option:
+            return value
+    choices = [str(c) for o in options if typing.get_origin(o) is Literal for c in typing.get_args(o)]
+    names = [o.__name__ for o in options if isinstance(o, type) and o is not types.NoneType]
+    hint_text = did_you_mean(value, choices) if isinstance(value, str) else ""
+    raise ConfigError(
+        f"{where}: {key} is {value!r}; expected {' or '.join(names + choices)}.{hint_text} "
+        f"Correct it there, or give --{key.replace('_', '-')}."
+    )
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """Return the flat ``{key: value}`` of a TOML file.
+
+    Raises:
+        ConfigError: the file cannot be read, is not TOML, or has tables.
+    """
+    try:
+        with open(path, "rb") as file:
+            values = tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"cannot read the config file {path}: {error.strerror}. Check --config.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}. Correct it, or leave out --config.") from None
+    for key, value in values.items():
+        if isinstance(value, dict):
+            raise ConfigError(
+                f"{path}: [{key}] is a table, but the keys of a run are flat. Remove the table's header; "
+                f"`evenstep config show --toml` prints an example."
+            )
+    return values
+
+
+def write_toml(config: TrainConfig) -> str:
+    """Return ``config`` as TOML that ``--config`` reads again. Keys whose value is None are left out."""
+    import tomli_w
+
+    return tomli_w.dumps({key: value for key, value in to_flat(config).items() if value is not None})

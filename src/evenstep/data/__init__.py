@@ -1,0 +1,1 @@
+"""Data: sources, the decoded cache, augmentation and the Loader."""

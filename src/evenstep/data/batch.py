@@ -1,0 +1,46 @@
+"""What a Loader yields: the part of one global batch that belongs to this process, lane by lane."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LaneBatch:
+    """The samples of one lane in one step.
+
+    Attributes:
+        lane: the lane's number.
+        size: how many samples it has; 0 for an empty lane.
+        data: the collated samples, as the loss function takes them. For an empty lane: a stand-in of at
+            most two samples of the same global batch, whose loss and gradient are thrown away. It is there
+            because torch DDP needs a forward and a backward pass on every process.
+        ids: the samples' indices in the data set, ``size`` of them.
+    """
+
+    lane: int
+    size: int
+    data: Any
+    ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Batch:
+    """This process's part of the global batch of one step.
+
+    Attributes:
+        step: the optimizer step that this batch is for, from 0.
+        epoch: the epoch, from 0.
+        epoch_step: the step inside the epoch, from 0.
+        size: samples in the global batch, over all lanes.
+        last_in_epoch: whether the epoch ends with this batch.
+        lanes: the lanes of this process, in order.
+    """
+
+    step: int
+    epoch: int
+    epoch_step: int
+    size: int
+    last_in_epoch: bool
+    lanes: tuple[LaneBatch, ...]

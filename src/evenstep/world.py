@@ -1,0 +1,227 @@
+"""The world: who this process is, which lanes it owns, and the only place that reads ``os.environ``.
+
+All arithmetic with ranks and lanes is here. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from evenstep.errors import ConfigError, MachineError
+
+
+def share(index: int, parts: int, n: int) -> range:
+    """Return part ``index`` of ``parts`` of ``range(n)``: ``[index*n//parts, (index+1)*n//parts)``.
+
+    The parts are contiguous, in order, cover every element once and differ in length by at most one.
+    The same rule gives a rank its lanes and a lane its samples.
+    """
+    return range(index * n // parts, (index + 1) * n // parts)
+
+
+class Channel(Protocol):
+    """The line between a worker and the parent that launched it."""
+
+    def send(self, obj: Any) -> None:
+        """Send a picklable object to the parent."""
+
+    def receive(self, timeout_s: float | None = None) -> Any:
+        """Wait for the next object from the parent."""
+
+
+class NoParent:
+    """The channel of a process that nobody launched: it has nobody to talk to."""
+
+    def send(self, obj: Any) -> None:
+        """Drop the object: there is no parent."""
+
+    def receive(self, timeout_s: float | None = None) -> Any:
+        """Raise, because no object can ever come."""
+        raise MachineError(
+            "world.receive: this process has no parent to receive from. It was not started by "
+            "evenstep.launch on this machine; start it with evenstep.launch(main, nproc=...)."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """What a process knows of the run it is in. Rank, local_rank, world_size, node_rank: as in torch."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    num_nodes: int = 1
+    lanes: int = 1
+    """Number of logical workers, fixed for the life of the run; at least ``world_size``."""
+    seed: int = 0
+    mode: str = "exact"
+    """``exact``: bit-identical for every world size. ``fast``: plain DDP."""
+    device: str = "cpu"
+    """The device of this process in torch's notation, such as ``cpu`` or ``cuda:1``."""
+    backend: str = "gloo"
+    threads: int = 1
+    """CPU threads of this process; they change the bits of some kernels, so they are part of the run."""
+    run_dir: str | None = None
+    resume: bool = False
+    restart: int = 0
+    """How often the workers of this launch were restarted before this one was started."""
+    channel: Channel = field(default_factory=NoParent, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.world_size > self.lanes:
+            raise ConfigError(
+                f"world size {self.world_size} is above lanes {self.lanes}: each process needs a lane of its "
+                f"own. Start at most {self.lanes} processes (--nproc {self.lanes}), or begin a new run with "
+                f"--lanes {self.world_size}."
+            )
+
+    @property
+    def own_lanes(self) -> range:
+        """The contiguous lanes of this rank."""
+        return self.lanes_of(self.rank)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0: the one that prints, and writes files."""
+        return self.rank == 0
+
+    def lanes_of(self, rank: int) -> range:
+        """The contiguous lanes of ``rank``."""
+        return share(rank, self.world_size, self.lanes)
+
+    def send(self, obj: Any) -> None:
+        """Send a picklable object to the callback ``on_message(rank, obj)`` of the launching process.
+
+        Any rank may call, at any time. Without a launching process (torchrun, Slurm) it does nothing.
+        """
+        self.channel.send(obj)
+
+    def receive(self, timeout_s: float | None = None) -> Any:
+        """Wait for the next object that the launching process sent with ``handle.send(obj)``.
+
+        Raises:
+            TimeoutError: nothing came within ``timeout_s`` seconds.
+            MachineError: there is no launching process.
+        """
+        return self.channel.receive(timeout_s)
+
+
+# The one value of the package that changes over a process's life: which world it is in. The public
+# face (TrainState(model, optimizer), evaluate(...)) would otherwise have to be handed it at each call.
+_current: list[World] = []
+
+
+def current() -> World:
+    """Return the world of this process; a world of one process if nothing was launched."""
+    return _current[-1] if _current else World()
+
+
+@contextlib.contextmanager
+def entered(world: World) -> Iterator[World]:
+    """Make ``world`` the current world inside a ``with`` block."""
+    _current.append(world)
+    try:
+        yield world
+    finally:
+        _current.pop()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The place that a launcher other than ours (torchrun) gave this process."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    num_nodes: int
+    restart: int
+    launcher: str
+
+
+def _number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
+    text = environ.get(name, default)
+    if text is None:
+        raise MachineError(
+            f"environment variable {name} is missing although RANK is set. A launcher sets RANK, WORLD_SIZE "
+            f"and LOCAL_RANK together; unset RANK to start processes with --nproc, or set {name}."
+        )
+    try:
+        return int(text)
+    except ValueError:
+        raise MachineError(
+            f"environment variable {name} is {text!r}, not a whole number. Set it right or unset it."
+        ) from None
+
+
+def placement(environ: Mapping[str, str] | None = None) -> Placement | None:
+    """Return the place given by torchrun's variables, or None if no launcher started this process.
+
+    Args:
+        environ: the variables; by default those of this process.
+
+    Raises:
+        MachineError: the variables contradict each other.
+    """
+    env = os.environ if environ is None else environ
+    if "RANK" not in env:
+        return None
+    world_size = _number(env, "WORLD_SIZE")
+    local_world_size = _number(env, "LOCAL_WORLD_SIZE", env.get("WORLD_SIZE"))
+    return Placement(
+        rank=_number(env, "RANK"),
+        world_size=world_size,
+        local_rank=_number(env, "LOCAL_RANK"),
+        local_world_size=local_world_size,
+        node_rank=_number(env, "GROUP_RANK", "0"),
+        num_nodes=max(1, world_size // max(1, local_world_size)),
+        restart=_number(env, "TORCHELASTIC_RESTART_COUNT", "0"),
+        launcher="torchrun" if "TORCHELASTIC_RUN_ID" in env else "environment",
+    )
+
+
+def variable(name: str, default: str | None = None) -> str | None:
+    """Return an environment variable. Every read of the environment goes through this module."""
+    return os.environ.get(name, default)
+
+
+def set_variables(values: Mapping[str, str]) -> None:
+    """Set environment variables of this process, for libraries that can be told no other way."""
+    os.environ.update(values)
+
+
+@contextlib.contextmanager
+def variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables inside a ``with`` block and put the old ones back after it."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, old in before.items():
+            if old is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = old
+
+
+def num_cores() -> int:
+    """Return how many CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def default_threads(lanes: int) -> int:
+    """Return the CPU threads per process that a run with ``lanes`` lanes has unless told otherwise.
+
+    It is cores // lanes, not cores // processes: with the default of one lane per process these are
+    equal, and with more lanes the number must not change with the number of processes, because the
+    number of threads changes the bits of some kernels (the weight gradient of a convolution, for one).
+    """
+    return max(1, num_cores() // lanes)
