@@ -1,0 +1,91 @@
+"""Augmentation of whole batches, and the way from uint8 images to float32 tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from evenstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Augment:
+    """What is done to a training image.
+
+    Attributes:
+        crop_padding: pixels of zeros added on each side before an image of the old size is cut out at a
+            random place, as torchvision's ``RandomCrop(size, padding=4)``; 0 for no crop.
+        flip: whether every second image, at random, is mirrored left to right.
+    """
+
+    crop_padding: int = 4
+    flip: bool = True
+
+    def __post_init__(self) -> None:
+        if self.crop_padding < 0:
+            raise ConfigError(f"crop_padding is {self.crop_padding}; it must be 0 (no crop) or more pixels.")
+
+
+def augment(images: np.ndarray, ids: np.ndarray, *, seed: int, epoch: int, options: Augment) -> np.ndarray:
+    """Return randomly cropped and flipped images.
+
+    An image's crop and flip are a hash of (seed, epoch, id), so they do not depend on the other images of
+    the batch, nor on the process.
+
+    Args:
+        images: uint8 (n, H, W, C).
+        ids: whole numbers (n,): the images' indices in the data set.
+        seed: the seed of the run.
+        epoch: the epoch.
+        options: what to do.
+
+    Returns:
+        uint8 (n, H, W, C), a new array.
+    """
+    from evenstep.seeding import STREAM_AUGMENT, mix_array
+
+    n, height, width, channels = images.shape
+    hashes = mix_array(seed, STREAM_AUGMENT, epoch, np.asarray(ids))
+    padding = options.crop_padding
+    places = 2 * padding + 1
+    # Three independent fields of one hash: 21 bits each, so the bias of the remainder is below 1e-5.
+    tops = ((hashes & np.uint64(0x1FFFFF)) % np.uint64(places)).astype(np.intp)
+    lefts = (((hashes >> np.uint64(21)) & np.uint64(0x1FFFFF)) % np.uint64(places)).astype(np.intp)
+    flips = (hashes >> np.uint64(62)).astype(bool) if options.flip else np.zeros(n, dtype=bool)
+    padded = np.zeros((n, height + 2 * padding, width + 2 * padding, channels), dtype=np.uint8)
+    padded[:, padding : padding + height, padding : padding + width] = images
+    result = np.empty_like(images, order="C", subok=False)
+    # Slices of whole rows: faster than one fancy index over all pixels, which walks them one by one.
+    for i, (top, left, flip) in enumerate(zip(tops.tolist(), lefts.tolist(), flips.tolist(), strict=True)):
+        window = padded[i, top : top + height, left : left + width]
+        result[i] = window[:, ::-1] if flip else window
+    return result
+
+
+def to_tensor(
+    images: np.ndarray, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
+) -> torch.Tensor:
+    """Return images as float32 (n, C, H, W) in 0..1, in channels_last memory format.
+
+    The values have the bits of torchvision's ``ToTensor`` and, with ``mean`` and ``std``, of its
+    ``Normalize(mean, std)`` after that.
+
+    Args:
+        images: uint8 (n, H, W, C).
+        mean: per channel, in 0..1.
+        std: per channel, in 0..1.
+    """
+    import torch
+
+    result = torch.from_numpy(np.ascontiguousarray(images)).permute(0, 3, 1, 2).to(torch.float32).div_(255)
+    if mean is not None:
+        result.sub_(torch.tensor(list(mean), dtype=torch.float32).view(1, -1, 1, 1))
+    if std is not None:
+        result.div_(torch.tensor(list(std), dtype=torch.float32).view(1, -1, 1, 1))
+    return result

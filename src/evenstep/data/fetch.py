@@ -1,0 +1,286 @@
+"""How samples are read: whole arrays at once, or item by item, here or in DataLoader worker processes.
+
+A *request* names the samples of some lanes (or chunks of an evaluation); what comes back is one collated
+value per lane. Before each item the random states are seeded from (seed, epoch, index), so a random
+transform gives the same result in every process, with any number of workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from evenstep import seeding
+from evenstep.data.augment import Augment, augment, to_tensor
+from evenstep.data.cache import ImageArrays
+from evenstep.errors import ConfigError, DataError
+
+Collate = Callable[[list[Any]], Any]
+Normalize = tuple[tuple[float, ...], tuple[float, ...]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The samples of one lane or chunk.
+
+    Attributes:
+        number: the lane or chunk.
+        size: how many of ``indices`` count; 0 if they are the stand-in of an empty lane.
+        indices: what to read.
+    """
+
+    number: int
+    size: int
+    indices: tuple[int, ...]
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The indices that count."""
+        return self.indices[: self.size]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What this process reads at once: the parts of one step, or one chunk."""
+
+    epoch: int
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One global batch of a stream.
+
+    Attributes:
+        epoch: the epoch, from 0.
+        epoch_step: the step inside the epoch, from 0.
+        size: samples in the global batch.
+        last: whether the epoch ends here.
+        parts: the parts of this process.
+        data: one collated value per part.
+    """
+
+    epoch: int
+    epoch_step: int
+    size: int
+    last: bool
+    parts: tuple[Part, ...]
+    data: list[Any]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How items are read.
+
+    Attributes:
+        seed: the seed of the sample transforms.
+        workers: DataLoader worker processes of this process.
+        device: the device of this process; batches for cuda are put into pinned memory.
+        collate: makes one value of a list of items.
+    """
+
+    seed: int
+    workers: int = 0
+    device: str = "cpu"
+    collate: Collate = default_collate
+
+
+def read_arrays(
+    arrays: ImageArrays, request: Request, *, seed: int, options: Augment | None, normalize: Normalize | None
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return (float32 images (n, C, H, W), int64 labels (n,)) for each part, read with one gather."""
+    indices = np.array([index for part in request.parts for index in part.indices], dtype=np.int64)
+    images, labels = arrays.gather(indices)
+    if options is not None:
+        images = augment(images, indices, seed=seed, epoch=request.epoch, options=options)
+    floats, targets = to_tensor(images, *(normalize or ())), torch.from_numpy(labels)
+    ends = list(itertools.accumulate(len(part.indices) for part in request.parts))
+    pieces = [(floats[a:b], targets[a:b]) for a, b in itertools.pairwise([0, *ends])]
+    if len(pieces) > 1 and images[0].size * 4 % 64:
+        # A kernel may sum in another order when its input does not start at a multiple of 64 bytes. Where
+        # a lane starts in this tensor depends on the world size, and the bits must not.
+        pieces = [(piece.clone(), target) for piece, target in pieces]
+    return pieces
+
+
+def read_items(dataset: Any, requests: Iterable[Request], reading: Reading) -> Iterator[list[Any]]:
+    """Yield one list of collated parts per request, for a map-style dataset."""
+    return _loaded(_Items(dataset, reading.seed, reading.collate), requests, reading)
+
+
+def read_stream(stream: Stream, reading: Reading) -> Iterator[Answer]:
+    """Yield the global batches of an iterable dataset, with at most one worker process."""
+    return _loaded(stream, None, reading)
+
+
+def _loaded(dataset: Any, requests: Iterable[Request] | None, reading: Reading) -> Iterator[Any]:
+    loader: DataLoader[Any] = DataLoader(
+        dataset,
+        batch_size=None,
+        sampler=requests,
+        num_workers=reading.workers,
+        collate_fn=_same,
+        pin_memory=reading.device.startswith("cuda"),
+        worker_init_fn=_WorkerInit(os.getpid()) if reading.workers else None,
+        # One of its own, because DataLoader draws its base seed, which would move the global generator.
+        generator=torch.Generator().manual_seed(0),
+    )
+    iterator = iter(loader)
+    # Workers have random states of their own; without workers the items are read in this process.
+    guard = contextlib.nullcontext if reading.workers else seeding.preserved_rng
+    try:
+        while True:
+            with guard():
+                try:
+                    answer = next(iterator)
+                except StopIteration:
+                    return
+            yield answer
+    finally:
+        # DataLoader ends its workers when the iterator goes; an error's traceback could keep it alive.
+        end_workers = getattr(iterator, "_shutdown_workers", None)
+        if end_workers is not None:
+            end_workers()
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+class _WorkerInit:
+    """Prepares a DataLoader worker: it dies with its parent, and leaves signals to the parent."""
+
+    def __init__(self, parent: int) -> None:
+        self.parent = parent
+
+    def __call__(self, worker: int) -> None:
+        if sys.platform == "linux":
+            set_parent_death_signal = 1  # PR_SET_PDEATHSIG
+            ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != self.parent:  # it died before the line above
+                os._exit(1)
+        # A forked worker inherits the handlers of a training process, which save its state.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        torch.set_num_threads(1)
+
+
+def _read(dataset: Any, seed: int, epoch: int, index: int) -> Any:
+    seeding.seed_sample(seed, epoch, index)
+    try:
+        return dataset[index]
+    except Exception as error:
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"evenstep: while reading sample {index} of the dataset in epoch {epoch}")
+        raise
+
+
+class _Items(Dataset[list[Any]]):
+    """A dataset whose index is a Request and whose item is the list of its collated parts."""
+
+    def __init__(self, dataset: Any, seed: int, collate: Collate) -> None:
+        self.dataset, self.seed, self.collate = dataset, seed, collate
+
+    def __getitem__(self, request: Request) -> list[Any]:
+        return [
+            self.collate([_read(self.dataset, self.seed, request.epoch, index) for index in part.indices])
+            for part in request.parts
+        ]
+
+
+class Stream(IterableDataset[Answer]):
+    """The global batches of an iterable dataset, one epoch after the other.
+
+    Every process reads the whole stream in its order and keeps its own part of each batch, because only so
+    the batches are the same for every world size. Random states are seeded before each item.
+
+    Args:
+        dataset: the user's IterableDataset; ``set_epoch(epoch)`` is called before each epoch if it has one.
+        batch_size: items in a global batch.
+        split: gives the parts of this process from (number of the batch in the epoch, its size).
+        reading: how items are read.
+        epoch: the first epoch.
+        skip: global batches to drop at the start of the first epoch (resuming); their items are read.
+        epochs: the epoch to stop before; None for never.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        split: Callable[[int, int], tuple[Part, ...]],
+        reading: Reading,
+        *,
+        epoch: int = 0,
+        skip: int = 0,
+        epochs: int | None = None,
+    ) -> None:
+        self.dataset, self.batch_size, self.split, self.reading = dataset, batch_size, split, reading
+        self.epoch, self.skip, self.epochs = epoch, skip, epochs
+
+    def __iter__(self) -> Iterator[Answer]:
+        epoch, skip = self.epoch, self.skip
+        while self.epochs is None or epoch < self.epochs:
+            yield from self._one_epoch(epoch, skip)
+            epoch, skip = epoch + 1, 0
+
+    def _one_epoch(self, epoch: int, skip: int) -> Iterator[Answer]:
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        items = self._seeded(epoch)
+        pending = list(_take(items, 1))
+        number = 0
+        while pending:
+            # One item of look-ahead tells whether this batch is the last one of the epoch.
+            batch = pending + list(_take(items, self.batch_size - 1))
+            pending = list(_take(items, 1))
+            if number >= skip:
+                yield self._answer(epoch, number, batch, last=not pending)
+            number += 1
+        if number == 0:
+            raise DataError(
+                f"the stream of the dataset ({type(self.dataset).__name__}) has no samples in epoch {epoch}, so "
+                "there is nothing to read. Check --data."
+            )
+        if number <= skip:
+            raise ConfigError(
+                f"the stream ended after {number} batches of {self.batch_size} in epoch {epoch}, but the run "
+                f"stands at batch {skip} of that epoch. It was begun with other data or another batch size; "
+                "give the same --data and --batch-size again."
+            )
+
+    def _seeded(self, epoch: int) -> Iterator[Any]:
+        seed = self.reading.seed
+        seeding.seed_sample(seed, epoch, 0)
+        iterator = iter(self.dataset)
+        number = 0
+        while True:
+            seeding.seed_sample(seed, epoch, number)
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            yield item
+            number += 1
+
+    def _answer(self, epoch: int, number: int, batch: list[Any], *, last: bool) -> Answer:
+        first = number * self.batch_size
+        parts = self.split(number, len(batch))
+        data = [self.reading.collate([batch[i - first] for i in part.indices]) for part in parts]
+        return Answer(epoch, number, len(batch), last, parts, data)
+
+
+def _take(items: Iterator[Any], n: int) -> Iterator[Any]:
+    for _, item in zip(range(n), items, strict=False):
+        yield item

@@ -1,0 +1,381 @@
+"""The Loader: which samples each lane gets in each step, from where the run stands to its end.
+
+The order of an epoch comes from (seed, epoch) alone (:func:`evenstep.seeding.order`). Step s of the epoch
+takes ``order[s*B:(s+1)*B]`` (the last batch may be shorter and is kept), and lane l takes
+``share(l, lanes, n)`` of that. A process makes only the lanes it owns.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+from torch.utils.data import IterableDataset, default_collate
+
+from evenstep import seeding
+from evenstep.config import check_batch_size
+from evenstep.data.augment import Augment
+from evenstep.data.batch import Batch, LaneBatch
+from evenstep.data.cache import ImageArrays
+from evenstep.data.fetch import (
+    Collate,
+    Normalize,
+    Part,
+    Reading,
+    Request,
+    Stream,
+    read_arrays,
+    read_items,
+    read_stream,
+)
+from evenstep.errors import ConfigError, DataError
+from evenstep.world import World, current, share
+
+
+class Position(Protocol):
+    """Where a run stands; a TrainState is one."""
+
+    @property
+    def step(self) -> int:
+        """Steps committed so far."""
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch, from 0."""
+
+    @property
+    def epoch_step(self) -> int:
+        """Steps committed in the current epoch."""
+
+
+def num_samples(dataset: Any) -> int | None:
+    """Return how many samples a dataset has, or None for an iterable dataset, which tells nobody."""
+    if isinstance(dataset, IterableDataset):
+        return None
+    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+        return len(dataset)
+    raise ConfigError(
+        f"{type(dataset).__name__} is not a dataset: it has not both __len__ and __getitem__ (map-style), nor is it "
+        "a torch.utils.data.IterableDataset. Give it one of these; in place of a DataLoader, pass the dataset "
+        "inside it."
+    )
+
+
+class Loader:
+    """Gives this process its part of every global batch.
+
+    Three kinds of dataset:
+
+    * :class:`~evenstep.data.cache.ImageArrays`: gathered and augmented as whole tensors in this process;
+      ``data`` is (float32 images (n, C, H, W), int64 labels (n,)). ``workers`` has nothing to do.
+    * any other map-style dataset: read item by item, in ``workers`` processes if that is above 0.
+    * ``torch.utils.data.IterableDataset``: every process reads the whole stream in its order and keeps its
+      own samples, so reading does not get faster with more processes. ``shuffle`` does nothing; its
+      ``set_epoch(epoch)`` is called before each epoch if it has one. Resuming inside an epoch reads and
+      drops the items before. At most one worker.
+
+    Before each item is read, the random states of Python, numpy and torch are seeded from (seed, epoch,
+    sample), and put back after it: a random transform has the same bits with any number of processes and
+    workers.
+
+    Args:
+        dataset: the data.
+        batch_size: samples in a global batch, over all lanes and processes.
+        seed: of the order, of augmentation and of random transforms; by default the world's.
+        shuffle: whether each epoch has an order of its own; otherwise the order is that of the dataset.
+        workers: DataLoader worker processes of this process.
+        augment: random crops and flips; for ImageArrays only.
+        normalize: (mean, std), each with one number per channel, in 0..1; for ImageArrays only.
+        collate_fn: makes the data of a lane from the list of its items; by default torch's.
+        world: by default the current one.
+
+    Raises:
+        ConfigError: an argument cannot be, or does not fit this kind of dataset.
+        DataError: the dataset is empty.
+
+    Example:
+        >>> import numpy as np, types
+        >>> arrays = ImageArrays(np.zeros((5, 8, 8, 3), np.uint8), np.arange(5))
+        >>> start = types.SimpleNamespace(step=0, epoch=0, epoch_step=0)
+        >>> with Loader(arrays, batch_size=2, shuffle=False) as loader:
+        ...     [batch.lanes[0].ids for batch in loader.batches(start, epochs=1)]
+        [(0, 1), (2, 3), (4,)]
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        *,
+        seed: int | None = None,
+        shuffle: bool = True,
+        workers: int = 0,
+        augment: Augment | None = None,
+        normalize: Normalize | None = None,
+        collate_fn: Collate | None = None,
+        world: World | None = None,
+    ) -> None:
+        self.world = world or current()
+        self.dataset, self.batch_size, self.shuffle = dataset, batch_size, shuffle
+        self.seed = self.world.seed if seed is None else seed
+        self.augment, self.normalize = augment, normalize
+        self.reading = _reading(dataset, self.world, self.seed, workers, collate_fn)
+        self._open: weakref.WeakSet[Any] = weakref.WeakSet()
+        check_batch_size(batch_size, self.world.lanes)
+        self.num_samples = _checked_size(dataset)
+        _check_image_options(dataset, augment=augment, normalize=normalize)
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Steps in an epoch, the last and perhaps shorter batch included; None for an iterable dataset."""
+        return None if self.num_samples is None else -(-self.num_samples // self.batch_size)
+
+    def batches(
+        self, position: Position, *, epochs: int | None = None, steps: int | None = None
+    ) -> Iterator[Batch]:
+        """Return the batches from ``position`` on.
+
+        The position is read once, here; a batch that was given out counts as done.
+
+        Args:
+            position: where to start: has ``step``, ``epoch`` and ``epoch_step``, as a TrainState has.
+            epochs: how many epochs the whole run has; None for no end.
+            steps: the step to stop at; None for no such stop.
+
+        Raises:
+            ConfigError: the position is outside the epoch: another data set or batch size.
+        """
+        step, epoch, epoch_step = position.step, position.epoch, position.epoch_step
+        if self.num_samples is None:
+            generator = self._stream_batches(step, epoch, epoch_step, epochs, steps)
+        else:
+            self._check_position(epoch, epoch_step)
+            generator = self._sized_batches(step, epoch, epoch_step, epochs, steps)
+        self._open.add(generator)
+        return generator
+
+    def close(self) -> None:
+        """End the worker processes of all iterations that are still open."""
+        for generator in list(self._open):
+            generator.close()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _check_position(self, epoch: int, epoch_step: int) -> None:
+        if self.steps_per_epoch is not None and epoch_step > self.steps_per_epoch:
+            raise ConfigError(
+                f"the run stands at step {epoch_step} of epoch {epoch}, but an epoch of {self.num_samples} "
+                f"samples in batches of {self.batch_size} has {self.steps_per_epoch} steps. The run was "
+                "begun with other data or another batch size; give the same --data and --batch-size again."
+            )
+
+    def _plan(
+        self, epoch: int, epoch_step: int, epochs: int | None
+    ) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+        """Yield (epoch, epoch_step, global batch) without end, or up to ``epochs``."""
+        assert self.num_samples is not None
+        size = self.batch_size
+        while epochs is None or epoch < epochs:
+            indices = seeding.order(self.seed, epoch, self.num_samples) if self.shuffle else None
+            for number in range(epoch_step, -(-self.num_samples // size)):
+                rows = range(number * size, min((number + 1) * size, self.num_samples))
+                yield (
+                    epoch,
+                    number,
+                    tuple(rows if indices is None else indices[rows.start : rows.stop].tolist()),
+                )
+            epoch, epoch_step = epoch + 1, 0
+
+    def _sized_batches(
+        self, step: int, epoch: int, epoch_step: int, epochs: int | None, steps: int | None
+    ) -> Iterator[Batch]:
+        # Two walks over the same plan: the requests run ahead of the batches by what the workers prefetch.
+        num_steps = None if steps is None else max(0, steps - step)
+        requests = (
+            Request(epoch, lane_parts(batch, self.world))
+            for epoch, _, batch in _first(self._plan(epoch, epoch_step, epochs), num_steps)
+        )
+        plan = _first(self._plan(epoch, epoch_step, epochs), num_steps)
+        answers = self._answers(requests)
+        try:
+            for (epoch, number, batch), data in zip(plan, answers, strict=False):
+                lanes = _lane_batches(lane_parts(batch, self.world), data)
+                last = number + 1 == self.steps_per_epoch
+                yield Batch(step, epoch, number, len(batch), last, lanes)
+                step += 1
+        finally:
+            answers.close()
+
+    def _answers(self, requests: Iterator[Request]) -> Any:
+        if not isinstance(self.dataset, ImageArrays):
+            return read_items(self.dataset, requests, self.reading)
+        return (
+            read_arrays(self.dataset, request, seed=self.seed, options=self.augment, normalize=self.normalize)
+            for request in requests
+        )
+
+    def _stream_batches(
+        self, step: int, epoch: int, epoch_step: int, epochs: int | None, steps: int | None
+    ) -> Iterator[Batch]:
+        if steps is not None and step >= steps:
+            return
+        split = functools.partial(_stream_lanes, world=self.world, batch_size=self.batch_size)
+        stream = Stream(
+            self.dataset, self.batch_size, split, self.reading, epoch=epoch, skip=epoch_step, epochs=epochs
+        )
+        answers: Any = read_stream(stream, self.reading)
+        try:
+            for answer in answers:
+                lanes = _lane_batches(answer.parts, answer.data)
+                yield Batch(step, answer.epoch, answer.epoch_step, answer.size, answer.last, lanes)
+                step += 1
+                if step == steps:
+                    return
+        finally:
+            answers.close()
+
+
+def lane_parts(batch: tuple[int, ...], world: World) -> tuple[Part, ...]:
+    """Return what each own lane of ``world`` reads of a global batch of sample indices.
+
+    An empty lane gets the first samples of the batch, at most two, as a stand-in.
+    """
+    parts = []
+    for lane in world.own_lanes:
+        rows = share(lane, world.lanes, len(batch))
+        indices = batch[rows.start : rows.stop] or batch[:2]
+        parts.append(Part(lane, len(rows), indices))
+    return tuple(parts)
+
+
+def eval_chunks(
+    dataset: Any,
+    *,
+    chunk_size: int,
+    world: World,
+    workers: int = 0,
+    normalize: Normalize | None = None,
+    collate_fn: Collate | None = None,
+) -> Iterator[tuple[int, int, Any]]:
+    """Yield this process's chunks of a dataset as (chunk, size, data), in order, each sample once.
+
+    Chunk c has the samples ``[c*chunk_size, (c+1)*chunk_size)``; the last may be shorter. Rank r gets
+    ``share(r, world_size, num_chunks)``. The number of chunks of an iterable dataset is not known, so there
+    every rank reads the whole stream and keeps the chunks c with ``c % world_size == rank``. Random
+    transforms are seeded as in epoch 0. A rank may get no chunk.
+
+    Args:
+        dataset: as for :class:`Loader`; ``data`` is as there.
+        chunk_size: samples in a chunk.
+        world: ranks and seed.
+        workers: DataLoader worker processes of this process.
+        normalize: (mean, std), for ImageArrays only.
+        collate_fn: as for :class:`Loader`.
+
+    Raises:
+        ConfigError: an argument cannot be, or does not fit this kind of dataset.
+        DataError: the dataset is empty.
+    """
+    if chunk_size < 1:
+        raise ConfigError(f"chunk_size is {chunk_size}; a chunk needs at least 1 sample.")
+    reading = _reading(dataset, world, world.seed, workers, collate_fn)
+    size = _checked_size(dataset)
+    _check_image_options(dataset, augment=None, normalize=normalize)
+    if size is None:
+        return _stream_chunks(dataset, chunk_size, world, reading)
+    chunks = (
+        Part(chunk, len(rows), tuple(rows))
+        for chunk in share(world.rank, world.world_size, -(-size // chunk_size))
+        for rows in [range(chunk * chunk_size, min((chunk + 1) * chunk_size, size))]
+    )
+    return _sized_chunks(dataset, list(chunks), reading, normalize)
+
+
+def _sized_chunks(
+    dataset: Any, chunks: list[Part], reading: Reading, normalize: Normalize | None
+) -> Iterator[tuple[int, int, Any]]:
+    requests = [Request(0, (part,)) for part in chunks]
+    if not isinstance(dataset, ImageArrays):
+        for part, data in zip(chunks, read_items(dataset, requests, reading), strict=True):
+            yield part.number, part.size, data[0]
+        return
+    for part, request in zip(chunks, requests, strict=True):
+        data = read_arrays(dataset, request, seed=reading.seed, options=None, normalize=normalize)
+        yield part.number, part.size, data[0]
+
+
+def _stream_chunks(
+    dataset: Any, chunk_size: int, world: World, reading: Reading
+) -> Iterator[tuple[int, int, Any]]:
+    split = functools.partial(_stream_chunk, world=world, chunk_size=chunk_size)
+    for answer in read_stream(Stream(dataset, chunk_size, split, reading, epochs=1), reading):
+        for part, data in zip(answer.parts, answer.data, strict=True):
+            yield part.number, part.size, data
+
+
+# Functions of the module, not closures, because a worker process may have to unpickle them.
+def _stream_lanes(number: int, size: int, *, world: World, batch_size: int) -> tuple[Part, ...]:
+    return lane_parts(tuple(range(number * batch_size, number * batch_size + size)), world)
+
+
+def _stream_chunk(number: int, size: int, *, world: World, chunk_size: int) -> tuple[Part, ...]:
+    if number % world.world_size != world.rank:
+        return ()
+    return (Part(number, size, tuple(range(number * chunk_size, number * chunk_size + size))),)
+
+
+def _lane_batches(parts: tuple[Part, ...], data: list[Any]) -> tuple[LaneBatch, ...]:
+    return tuple(
+        LaneBatch(part.number, part.size, value, part.ids) for part, value in zip(parts, data, strict=True)
+    )
+
+
+def _first(items: Iterator[Any], n: int | None) -> Iterator[Any]:
+    return items if n is None else (item for _, item in zip(range(n), items, strict=False))
+
+
+def _reading(dataset: Any, world: World, seed: int, workers: int, collate_fn: Collate | None) -> Reading:
+    if workers < 0:
+        raise ConfigError(f"workers is {workers}; it must be 0 or more, for example --workers 2.")
+    if workers > 1 and isinstance(dataset, IterableDataset):
+        raise ConfigError(
+            f"workers is {workers}, but {type(dataset).__name__} is an iterable dataset: its stream has one "
+            "order, and two workers would each read all of it. Use --workers 1, or give the dataset __len__ "
+            "and __getitem__."
+        )
+    return Reading(seed, workers, world.device, collate_fn or default_collate)
+
+
+def _checked_size(dataset: Any) -> int | None:
+    size = num_samples(dataset)
+    if size == 0:
+        raise DataError(
+            f"the dataset ({type(dataset).__name__}) has no samples, so there is nothing to read. "
+            "Check --data."
+        )
+    return size
+
+
+def _check_image_options(dataset: Any, *, augment: Augment | None, normalize: Normalize | None) -> None:
+    given = "augment" if augment is not None else "normalize" if normalize is not None else None
+    if given is not None and not isinstance(dataset, ImageArrays):
+        raise ConfigError(
+            f"{given} works on the images of evenstep's own sources, not on {type(dataset).__name__}, whose "
+            "items may be anything. Leave out --augment and put the transform into the dataset."
+        )
+    if normalize is not None:
+        channels = dataset.images.shape[3]
+        if any(len(numbers) != channels for numbers in normalize):
+            raise ConfigError(
+                f"normalize has {len(normalize[0])} means and {len(normalize[1])} standard deviations for "
+                f"images of {channels} channels; give one of each per channel."
+            )
+        if not np.all(np.asarray(normalize[1]) > 0):
+            raise ConfigError(f"normalize has the standard deviations {normalize[1]}; each must be above 0.")
