@@ -1,0 +1,200 @@
+"""The built-in models, and how a model is found by name or as ``module:callable``."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evenstep.config import MODELS
+from evenstep.errors import ConfigError, did_you_mean
+from evenstep.objects import import_object
+
+
+class Net(nn.Module):
+    """Two convolutions and one linear layer: 157,578 parameters for 3x32x32 images and 10 classes.
+
+    conv 3->64 and conv 64->128, both 3x3 with padding 1, each followed by ReLU and 2x2 max-pooling; then one
+    linear layer from the 128*8*8 values to the classes.
+
+    Args:
+        num_classes: number of outputs.
+        in_channels: channels of the images.
+        image_size: height and width of the images in pixels, at least 4.
+
+    Raises:
+        ConfigError: the images are too small to be halved twice.
+    """
+
+    def __init__(self, num_classes: int = 10, in_channels: int = 3, image_size: int = 32) -> None:
+        super().__init__()
+        _check_image_size("net", image_size, least=4)
+        side = image_size // 4
+        self.conv1 = nn.Conv2d(in_channels, 64, kernel_size=3, padding=1)
+        self.conv2 = nn.Conv2d(64, 128, kernel_size=3, padding=1)
+        self.pool = nn.MaxPool2d(2)
+        self.linear = nn.Linear(128 * side * side, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logits, float (n, num_classes), of images, float (n, in_channels, size, size)."""
+        hidden = self.pool(torch.relu(self.conv1(images)))
+        hidden = self.pool(torch.relu(self.conv2(hidden)))
+        logits: Tensor = self.linear(hidden.flatten(1))
+        return logits
+
+
+class Residual(nn.Module):
+    """``x + block(block(x))``, where a block keeps the number of channels."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.block1 = _conv_block(channels, channels)
+        self.block2 = _conv_block(channels, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a tensor of the shape of ``x``, float (n, channels, height, width)."""
+        out: Tensor = x + self.block2(self.block1(x))
+        return out
+
+
+class ResNet9(nn.Module):
+    """The nine-layer residual network of David Page's DAWNBench entry, with its width as a parameter.
+
+    prep (width) - layer 1 (2*width, pool, residual) - layer 2 (4*width, pool) - layer 3 (8*width, pool,
+    residual) - global max-pooling - linear without bias, logits times 0.125. Every convolution is 3x3
+    without bias, followed by batch normalisation and ReLU.
+
+    The original has width 64 and 6,573,120 parameters, and reaches 94% on CIFAR-10 in 24 epochs. The
+    default here is width 32: 1,646,240 parameters and about a quarter of the arithmetic, so that it can be
+    trained on a CPU.
+
+    Source: https://github.com/davidcpage/cifar10-fast (2018), "How to train your ResNet".
+
+    Args:
+        num_classes: number of outputs.
+        in_channels: channels of the images.
+        image_size: height and width of the images in pixels, at least 8. The weights do not depend on it.
+        width: channels of the first layer.
+
+    Raises:
+        ConfigError: the images are too small to be halved three times.
+    """
+
+    logit_scale = 0.125
+
+    def __init__(
+        self, num_classes: int = 10, in_channels: int = 3, image_size: int = 32, *, width: int = 32
+    ) -> None:
+        super().__init__()
+        _check_image_size("resnet9", image_size, least=8)
+        self.prep = _conv_block(in_channels, width)
+        self.layer1 = nn.Sequential(_conv_block(width, 2 * width), nn.MaxPool2d(2), Residual(2 * width))
+        self.layer2 = nn.Sequential(_conv_block(2 * width, 4 * width), nn.MaxPool2d(2))
+        self.layer3 = nn.Sequential(_conv_block(4 * width, 8 * width), nn.MaxPool2d(2), Residual(8 * width))
+        self.linear = nn.Linear(8 * width, num_classes, bias=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logits, float (n, num_classes), of images, float (n, in_channels, size, size)."""
+        hidden = self.layer3(self.layer2(self.layer1(self.prep(images))))
+        # amax, because the backward pass of adaptive max-pooling has no deterministic form on CUDA.
+        logits: Tensor = self.linear(hidden.amax(dim=(2, 3))) * self.logit_scale
+        return logits
+
+
+def resnet9(num_classes: int = 10, in_channels: int = 3, image_size: int = 32, *, width: int = 32) -> ResNet9:
+    """Return a :class:`ResNet9`; the arguments are its own."""
+    return ResNet9(num_classes, in_channels, image_size, width=width)
+
+
+def _conv_block(in_channels: int, out_channels: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(in_channels, out_channels, kernel_size=3, padding=1, bias=False),
+        nn.BatchNorm2d(out_channels),
+        nn.ReLU(),
+    )
+
+
+def _check_image_size(model: str, image_size: int, *, least: int) -> None:
+    if image_size < least:
+        raise ConfigError(
+            f"the model {model} needs images of at least {least}x{least} pixels, but these have "
+            f"{image_size}x{image_size}: its pooling layers would leave nothing. Use larger images, or your own "
+            "model with --model module:callable."
+        )
+
+
+def build(spec: str, *, num_classes: int, in_channels: int = 3, image_size: int = 32) -> nn.Module:
+    """Return a new model.
+
+    Args:
+        spec: ``net``, ``resnet9``, or ``module:callable``. The callable (a function or a class) gets those
+            of the keyword arguments ``num_classes``, ``in_channels``, ``image_size`` that its signature takes.
+        num_classes: number of classes in the data.
+        in_channels: channels of the images.
+        image_size: height and width of the images in pixels.
+
+    Raises:
+        ConfigError: the name is unknown, the callable cannot be found or cannot be called like this, or what
+            it returns is not a ``torch.nn.Module``.
+    """
+    known = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size}
+    if spec == "net":
+        return Net(**known)
+    if spec == "resnet9":
+        return resnet9(**known)
+    if ":" not in spec:
+        raise ConfigError(
+            f"unknown model {spec!r}.{did_you_mean(spec, MODELS)} Choose one of {', '.join(MODELS)}, or your "
+            "own with --model module:callable."
+        )
+    make = import_object(spec, what="model", flag="--model")
+    if isinstance(make, nn.Module):
+        raise ConfigError(
+            f"--model {spec} is a model that exists already, made when its module was imported: before the "
+            "seed was set, so its weights would differ from process to process. Give a function or a class "
+            "that makes the model."
+        )
+    if not callable(make):
+        raise ConfigError(
+            f"--model {spec} is of type {type(make).__name__}, which cannot be called. Give a function or a "
+            "class that makes the model."
+        )
+    model = make(**_accepted(make, known, spec))
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"--model {spec} returned an object of type {type(model).__name__}; expected a torch.nn.Module. "
+            "Return the model from the function."
+        )
+    return model
+
+
+def _accepted(make: Any, known: dict[str, int], spec: str) -> dict[str, int]:
+    """Return those of the ``known`` arguments that ``make`` takes."""
+    try:
+        parameters = inspect.signature(make).parameters.values()
+    except (TypeError, ValueError):  # some callables of C extensions have no signature
+        return {}
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        taken = dict(known)
+    else:
+        by_name = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        taken = {name: value for name, value in known.items() if name in by_name}
+    without_default = [
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in taken
+    ]
+    if without_default:
+        raise ConfigError(
+            f"--model {spec} requires the argument(s) {', '.join(without_default)}, but evenstep can only "
+            f"give {', '.join(known)}. Give them default values, or name a function that sets them."
+        )
+    return taken
+
+
+def num_parameters(model: nn.Module) -> tuple[int, int]:
+    """Return ``(trainable, total)``: how many numbers the parameters hold; shared ones count once."""
+    parameters = list(model.parameters())
+    return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)

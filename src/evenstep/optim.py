@@ -1,0 +1,250 @@
+"""Optimizers, and learning-rate schedules as pure functions of the step and the epoch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn, optim
+from torch.nn.modules.batchnorm import _NormBase
+
+from evenstep.errors import ConfigError, did_you_mean
+
+OPTIMIZERS = ("sgd", "adam", "adamw")
+SCHEDULES = ("step", "cosine", "onecycle", "constant")
+DEFAULT_LR = {"sgd": 0.05, "adam": 0.001, "adamw": 0.001}
+
+_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+def make_optimizer(
+    model: nn.Module,
+    name: str,
+    *,
+    lr: float | None = None,
+    momentum: float = 0.9,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+) -> optim.Optimizer:
+    """Return an optimizer over the trainable parameters of ``model``.
+
+    Without weight decay there is one group, named ``all``. With it there are two: ``decay``, and ``no_decay``
+    for biases, the parameters of normalisation layers, and any other with fewer than two dimensions. A group
+    without parameters is left out.
+
+    Args:
+        model: the model, on the device that it will be trained on. Frozen parameters are left out.
+        name: ``sgd``, ``adam`` or ``adamw``.
+        lr: learning rate; by default 0.05 for sgd, 0.001 for adam and adamw.
+        momentum: momentum of sgd; the others ignore it.
+        nesterov: Nesterov momentum, for sgd only.
+        weight_decay: weight decay; added to the gradient by sgd and adam, decoupled in adamw.
+
+    Raises:
+        ConfigError: the name is unknown, nothing can be trained, or the options contradict each other.
+    """
+    if name not in OPTIMIZERS:
+        raise ConfigError(
+            f"unknown optimizer {name!r}.{did_you_mean(name, OPTIMIZERS)} Choose --optimizer "
+            f"{', '.join(OPTIMIZERS)}."
+        )
+    if nesterov and (name != "sgd" or momentum <= 0):
+        raise ConfigError(
+            f"--nesterov does not go with --optimizer {name}, momentum {momentum}: Nesterov momentum is a "
+            "form of sgd's momentum. Leave out --nesterov, or use --optimizer sgd with --momentum above 0."
+        )
+    if weight_decay < 0:
+        raise ConfigError(f"weight_decay is {weight_decay}; it must be 0 or more. Correct --weight-decay.")
+    groups = _groups(model, weight_decay)
+    learning_rate = DEFAULT_LR[name] if lr is None else lr
+    # None leaves the choice to torch: foreach on accelerators, a plain loop elsewhere.
+    fused = True if _can_fuse(model) else None
+    if name == "sgd":
+        return optim.SGD(groups, lr=learning_rate, momentum=momentum, nesterov=nesterov, fused=fused)
+    kind = optim.Adam if name == "adam" else optim.AdamW
+    return kind(groups, lr=learning_rate, fused=fused)
+
+
+def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not trainable:
+        total = sum(1 for _ in model.parameters())
+        raise ConfigError(
+            f"the model has nothing to train: it has {total} parameter tensors, and none has requires_grad "
+            "set. Unfreeze some of them (parameter.requires_grad_(True)), or use `evenstep eval` for a model "
+            "that is only to be evaluated."
+        )
+    if weight_decay == 0:
+        return [{"name": "all", "params": [p for _, p in trainable], "weight_decay": 0.0}]
+    normal = {id(p) for module in model.modules() if isinstance(module, _NORMS) for p in module.parameters()}
+    decay: list[nn.Parameter] = []
+    no_decay: list[nn.Parameter] = []
+    for name, p in trainable:
+        spared = p.ndim < 2 or id(p) in normal or name.rpartition(".")[2] == "bias"
+        (no_decay if spared else decay).append(p)
+    groups = [
+        {"name": "decay", "params": decay, "weight_decay": weight_decay},
+        {"name": "no_decay", "params": no_decay, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _can_fuse(model: nn.Module) -> bool:
+    """Say whether torch's fused kernels take these parameters."""
+    sparse = any(getattr(module, "sparse", False) for module in model.modules())
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    return not sparse and all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in trainable)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the learning rate goes: ``lr = base_lr * factor(step, epoch)``.
+
+    It has no state: the factor is a function of the step and the epoch alone, so there is nothing to save in
+    a checkpoint, and a resumed run gets the same learning rates. Make one with :func:`make_schedule`.
+    """
+
+    name: Literal["step", "cosine", "onecycle", "constant"]
+    total_steps: int | None = None
+    """Steps of the whole run; None if that is not known."""
+    decay: float = 0.3
+    decay_epochs: int = 5
+    warmup_steps: int = 0
+
+    def factor(self, step: int, epoch: int) -> float:
+        """Return what the base learning rate is multiplied with in a step.
+
+        Args:
+            step: the step, counted from 0 over the whole run.
+            epoch: the epoch that it belongs to, from 0.
+        """
+        if step < self.warmup_steps:
+            # The first step gets 1/warmup_steps: with a learning rate of 0 it would be wasted.
+            warm = (step + 1) / self.warmup_steps
+            return warm * self._decayed(epoch) if self.name == "step" else warm
+        if self.name == "step":
+            return self._decayed(epoch)
+        if self.name == "constant":
+            return 1.0
+        assert self.total_steps is not None
+        if self.name == "onecycle":
+            return _onecycle(step, self.total_steps)
+        progress = (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)
+        return _cosine(1.0, 0.0, min(progress, 1.0))
+
+    def _decayed(self, epoch: int) -> float:
+        return float(self.decay ** (epoch // self.decay_epochs))
+
+
+def _cosine(start: float, end: float, progress: float) -> float:
+    return end + (start - end) / 2.0 * (1.0 + math.cos(math.pi * progress))
+
+
+def _onecycle(step: int, total_steps: int) -> float:
+    """Return the factor of torch's OneCycleLR (pct_start 0.3, div_factor 25, final_div_factor 1e4)."""
+    start, peak, end = 1 / 25, 1.0, 1 / 25 / 1e4
+    peak_step = 0.3 * total_steps - 1
+    last_step = total_steps - 1
+    step = min(step, last_step)
+    if step <= peak_step:
+        return _cosine(start, peak, step / peak_step)
+    return _cosine(peak, end, (step - peak_step) / (last_step - peak_step))
+
+
+def make_schedule(
+    name: str,
+    *,
+    epochs: int,
+    steps_per_epoch: int | None,
+    decay: float = 0.3,
+    decay_epochs: int = 5,
+    warmup_epochs: float = 0.0,
+) -> Schedule:
+    """Return a schedule laid over ``epochs`` epochs.
+
+    Args:
+        name: ``step``: times ``decay`` every ``decay_epochs`` epochs, as torch's StepLR. ``cosine``: from 1
+            to 0 along half a cosine over all steps, as CosineAnnealingLR. ``onecycle``: from 1/25 up to 1 in
+            the first 30% of the steps, then down to almost 0, as OneCycleLR; the base learning rate is the
+            peak; the momentum is left alone. ``constant``: 1.
+        epochs: epochs of the whole run.
+        steps_per_epoch: steps of an epoch; None for iterable data whose length nobody knows.
+        decay: the factor of ``step``.
+        decay_epochs: epochs between two decays of ``step``.
+        warmup_epochs: epochs at the beginning in which the learning rate grows linearly from 0; ``cosine``
+            then goes over the steps that are left.
+
+    Raises:
+        ConfigError: the name is unknown, the number of steps must be known and is not, or the warm-up does
+            not fit.
+    """
+    if name not in SCHEDULES:
+        raise ConfigError(
+            f"unknown learning-rate schedule {name!r}.{did_you_mean(name, SCHEDULES)} Choose --lr-schedule "
+            f"{', '.join(SCHEDULES)}."
+        )
+    if steps_per_epoch is None and name in ("cosine", "onecycle"):
+        raise ConfigError(
+            f"--lr-schedule {name} needs to know how many steps an epoch has, but the training data are "
+            "iterable and have no length. Use --lr-schedule step or constant, or give the data set a "
+            "__len__."
+        )
+    if steps_per_epoch is None and warmup_epochs > 0:
+        raise ConfigError(
+            f"--warmup-epochs {warmup_epochs} needs to know how many steps an epoch has, but the training "
+            "data are iterable and have no length. Leave out --warmup-epochs, or give the data set a __len__."
+        )
+    if warmup_epochs > 0 and name == "onecycle":
+        raise ConfigError(
+            f"--warmup-epochs {warmup_epochs} does not go with --lr-schedule onecycle, which warms up by "
+            "itself over the first 30% of the steps. Leave out --warmup-epochs, or use --lr-schedule cosine."
+        )
+    if not 0 <= warmup_epochs < max(epochs, 1):
+        raise ConfigError(
+            f"warmup_epochs is {warmup_epochs}; it must be at least 0 and below --epochs {epochs}, or the "
+            "learning rate would never reach its value. Use a smaller --warmup-epochs or more --epochs."
+        )
+    return Schedule(
+        name=name,  # type: ignore[arg-type]  # checked above
+        total_steps=None if steps_per_epoch is None else epochs * steps_per_epoch,
+        decay=decay,
+        decay_epochs=decay_epochs,
+        warmup_steps=round(warmup_epochs * (steps_per_epoch or 0)),
+    )
+
+
+def apply_schedule(optimizer: optim.Optimizer, base_lrs: Sequence[float], factor: float) -> None:
+    """Set the learning rate of each group to its base learning rate times ``factor``.
+
+    Args:
+        optimizer: the optimizer; a learning rate that is a tensor is changed in place.
+        base_lrs: one base learning rate per group.
+        factor: what :meth:`Schedule.factor` gives.
+    """
+    for group, base_lr in zip(optimizer.param_groups, base_lrs, strict=True):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(base_lr * factor)
+        else:
+            group["lr"] = base_lr * factor
+
+
+def describe(optimizer: optim.Optimizer) -> list[str]:
+    """Return lines for the log: the optimizer, then each group with its settings and number of parameters."""
+    groups = optimizer.param_groups
+    lines = [f"{type(optimizer).__name__}: {_count(p for group in groups for p in group['params'])}"]
+    for index, group in enumerate(groups):
+        settings = [f"lr {float(group['lr']):.6g}"]
+        settings += [
+            f"{key.replace('_', ' ')} {group[key]}"
+            for key in ("momentum", "nesterov", "betas", "weight_decay")
+            if group.get(key)
+        ]
+        lines.append(f"  group {group.get('name', index)}: {', '.join(settings)}; {_count(group['params'])}")
+    return lines
+
+
+def _count(parameters: Iterable[Tensor]) -> str:
+    sizes = [p.numel() for p in parameters]
+    return f"{sum(sizes):,} parameters in {len(sizes)} tensors"
