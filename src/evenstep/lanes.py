@@ -1,0 +1,316 @@
+"""Lanes: one step's gradient as the sum over logical workers, in an order that no world size changes.
+
+A process runs its lanes one after the other. The gradients of all but the last are taken away and added up
+along the tree (tree.py). The last lane's backward pass runs through torch's DistributedDataParallel, whose
+communication hook adds what was taken away and hands each bucket to the ordered sum (collectives.py) while
+backward goes on. With a world of one process there is nothing to communicate, and DDP is left out.
+
+What every lane knows besides its gradient (loss, running statistics, a wish to stop) travels in a small
+vector along the same tree. It is known after the forward pass, so its exchange hides behind backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from evenstep.collectives import CommunicationThread, Exchange, reduce_nodes
+from evenstep.errors import ConfigError
+from evenstep.staging import NormStaging
+from evenstep.tree import fold, merges_after_lane
+from evenstep.world import World
+
+_LOSS, _COUNT, _STOP = range(3)
+_NUM_TOTALS = 3
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What the lanes gave together in one step; the same on every rank.
+
+    Attributes:
+        loss: the mean loss over the global batch; a 0-dimensional float64 tensor.
+        count: the weights' sum, if the loss function gives (sum, count); else 0.
+        stop: how many processes wish to stop after this step.
+    """
+
+    loss: Tensor
+    count: Tensor
+    stop: Tensor
+
+
+class Lanes:
+    """The lanes of this process for one model: forward and backward go through here, the step around it not.
+
+    One step: ``begin``; for every own lane ``turn`` with ``after_forward`` and ``after_backward`` in it, or
+    ``skip``; ``finish``; then ``commit``. Collective: every rank must do the same.
+
+    Attributes:
+        model: what the loss function calls: the model itself, or DDP around it.
+    """
+
+    def __init__(self, module: nn.Module, world: World, *, unused_parameters: str = "error") -> None:
+        self._world = world
+        self._allow_unused = unused_parameters == "allow"
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        self._names = [name for name, _ in named]
+        self._params = [p for _, p in named]
+        self._index = {id(p): i for i, p in enumerate(self._params)}
+        self._staging = NormStaging(module)
+        self._merges = merges_after_lane(world.own_lanes, world.lanes)
+        self._device = torch.device(world.device)
+        self._exact = world.mode == "exact"
+        self._thread: CommunicationThread | None = None
+        self._exchange = Exchange.of(world)
+        self.model: nn.Module = module
+        if world.world_size > 1:
+            # Direct: every collective is a single all-reduce, started by the thread that runs backward.
+            self._direct = self._exchange.is_pair or not self._exact
+            if not self._direct:
+                # DDP sends its own bitmap of used parameters, in a place of its own among our collectives.
+                if self._allow_unused:
+                    group = dist.new_group()
+                    assert isinstance(group, dist.ProcessGroup)  # every rank is in it
+                    self._exchange = Exchange.of(world, group)
+                self._thread = CommunicationThread(self._device)
+            self.model = _wrap(module, self._device, find_unused=self._allow_unused)
+            if self._exact:
+                self.model.register_comm_hook(None, self._hook)
+
+    def close(self) -> None:
+        """End the communication thread."""
+        if self._thread is not None:
+            self._thread.close()
+            self._thread = None
+
+    @property
+    def loss_scale(self) -> int:
+        """What a lane's loss must be multiplied with: in fast mode, torch DDP divides by the world size."""
+        return 1 if self._exact else self._world.world_size
+
+    def begin(self) -> None:
+        """Start a step: no gradient, and the running statistics remembered."""
+        for p in self._params:
+            p.grad = None
+        self._num_running = self._staging.begin()
+        self._gradients: list[list[Tensor]] = []  # the stack of subtree sums, one tensor a parameter
+        self._totals: list[list[Tensor]] = []
+        self._pending: Callable[[], Tensor] | None = None
+        self._turn = 0
+        self._size = 0
+        self._reduced: dict[int, Tensor] = {}
+        self._used = torch.zeros(len(self._params), dtype=torch.uint8, device=self._device)
+
+    @contextlib.contextmanager
+    def turn(self, size: int) -> Iterator[None]:
+        """Run the forward and the backward pass of the next own lane inside this block.
+
+        Args:
+            size: samples of the lane; 0 if its batch is a stand-in.
+        """
+        self._size = size
+        is_last = self._turn == len(self._merges) - 1
+        held_back = isinstance(self.model, DistributedDataParallel) and not is_last
+        try:
+            with self.model.no_sync() if held_back else contextlib.nullcontext():  # type: ignore[operator]
+                yield
+        except BaseException:
+            self._staging.rollback()
+            raise
+        self._turn += 1
+
+    def skip(self) -> None:
+        """Let the next own lane pass: it has no samples and is not the last."""
+        self._push(self._totals, [self._lane_vector()])
+        if self._exact or self._world.world_size == 1:
+            self._push(self._gradients, [torch.zeros_like(p) for p in self._params])
+        self._turn += 1
+
+    def after_forward(self, loss: Tensor, count: float, share: float, *, stop: bool) -> None:
+        """Tell the lane's loss; on the last lane its exchange starts.
+
+        Args:
+            loss: 0-dimensional tensor: the lane's mean loss times its share, or its sum of losses.
+            count: the weights' sum if the loss is a sum; else 0.
+            share: the lane's part of the global batch's samples, for the running statistics.
+            stop: whether this process wishes to stop after this step.
+        """
+        vector = self._lane_vector()
+        if self._size:
+            vector[_LOSS] = loss.detach()
+            vector[_COUNT] = count
+            self._staging.take(share, vector[_NUM_TOTALS:])
+        else:
+            self._staging.rollback()
+        is_last = self._turn == len(self._merges) - 1
+        if is_last:
+            vector[_STOP] = float(stop)
+        self._push(self._totals, [vector])
+        if is_last:
+            self._pending = self._exchange_totals([entry[0] for entry in self._totals])
+
+    def after_backward(self) -> None:
+        """Take the lane's gradient away, unless it is the last lane's, which DDP has handled."""
+        gradients = [p.grad for p in self._params]
+        is_last = self._turn == len(self._merges) - 1
+        missing = [i for i, g in enumerate(gradients) if g is None]
+        if missing and not self._allow_unused:
+            self._staging.rollback()
+            raise _unused_error([self._names[i] for i in missing])
+        if self._size and self._allow_unused:
+            used = [g is not None for g in gradients]
+            self._used |= torch.tensor(used, dtype=torch.uint8, device=self._device)
+        if is_last and self._world.world_size > 1:
+            return
+        if not self._exact and self._world.world_size > 1:
+            return  # fast mode: .grad adds up in torch's own way
+        filled = [
+            torch.zeros_like(p) if g is None or not self._size else g
+            for p, g in zip(self._params, gradients, strict=True)
+        ]
+        self._push(self._gradients, filled)
+        for p in self._params:
+            p.grad = None
+
+    def finish(self) -> Totals:
+        """Wait for the sums and leave them in ``.grad``; the model's state is still the old one."""
+        assert self._pending is not None, "finish before the last lane's forward pass"
+        total = self._pending()
+        self._running = total[_NUM_TOTALS:]
+        if self._world.world_size == 1:
+            for i, (p, gradient) in enumerate(zip(self._params, self._gradients[0], strict=True)):
+                p.grad = gradient if not self._allow_unused or self._used[i] else None
+        elif self._allow_unused and self._exact:
+            dist.all_reduce(self._used, op=dist.ReduceOp.MAX)
+            for i, p in enumerate(self._params):
+                if not self._used[i]:
+                    p.grad = None
+                elif p.grad is None:  # used by an earlier lane only, which DDP has not seen
+                    p.grad = self._reduced[i].clone()
+        if self._thread is not None and self._thread.error is not None:
+            raise self._thread.error
+        return Totals(total[_LOSS], total[_COUNT], total[_STOP])
+
+    def rollback(self) -> None:
+        """Give the step up: the model's state is what it was before ``begin``."""
+        self._staging.rollback()
+
+    def commit(self) -> None:
+        """Make the running statistics of this step the model's."""
+        self._staging.commit(self._running)
+
+    def _lane_vector(self) -> Tensor:
+        return torch.zeros(_NUM_TOTALS + self._num_running, dtype=torch.float64, device=self._device)
+
+    def _push(self, stack: list[list[Tensor]], values: list[Tensor]) -> None:
+        """Put one lane's values on the stack and make the sums of the tree that are due (tree.py)."""
+        stack.append(values)
+        for _ in range(self._merges[self._turn]):
+            right = stack.pop()
+            torch._foreach_add_(stack[-1], right)
+
+    def _exchange_totals(self, nodes: list[Tensor]) -> Callable[[], Tensor]:
+        if self._world.world_size == 1:
+            return lambda: nodes[0]
+        if self._thread is not None:
+            out = torch.empty_like(nodes[0])
+            return self._thread.submit(lambda: _reduced(nodes, self._exchange, out)).wait
+        out = nodes[0] if len(nodes) == 1 else torch.stack(nodes).sum(0)
+        work = dist.all_reduce(out, async_op=True)
+        assert work is not None
+
+        def wait() -> Tensor:
+            work.wait()
+            return out
+
+        return wait
+
+    def _hook(self, _state: object, bucket: Any) -> torch.futures.Future[Tensor]:
+        """Reduce one bucket of DDP. Called by backward, bucket by bucket, in the same order on every rank."""
+        buffer, gradients = bucket.buffer(), bucket.gradients()
+        index = [self._index[id(p)] for p in bucket.parameters()]
+        if not self._size:
+            buffer.zero_()
+        num_merges = self._merges[-1]
+        # a + b = b + a: the earlier lanes' sums can be added to the bucket instead of it to them.
+        for earlier in reversed(self._gradients[len(self._gradients) - num_merges :]):
+            torch._foreach_add_(gradients, [earlier[i] for i in index])
+        if self._allow_unused:
+            self._reduced.update(zip(index, gradients, strict=True))
+        if self._direct:
+            work = dist.all_reduce(buffer, async_op=True)
+            assert work is not None
+            return work.get_future().then(lambda future: future.value()[0])
+        rest = self._gradients[: len(self._gradients) - num_merges]
+        nodes = [torch.cat([earlier[i].reshape(-1) for i in index]) for earlier in rest]
+        assert self._thread is not None
+        return self._thread.submit(lambda: _reduced([*nodes, buffer], self._exchange, buffer))
+
+
+def _reduced(nodes: Sequence[Tensor], exchange: Exchange, out: Tensor) -> Tensor:
+    reduce_nodes(nodes, exchange, out)
+    return out
+
+
+def _wrap(module: nn.Module, device: torch.device, *, find_unused: bool) -> DistributedDataParallel:
+    # torch 2.14 renamed broadcast_buffers. Ours are staged, so DDP must not touch them.
+    name = "forward_sync_buffers"
+    if name not in inspect.signature(DistributedDataParallel.__init__).parameters:
+        name = "broadcast_buffers"
+    options: dict[str, Any] = {name: False}
+    return DistributedDataParallel(
+        module,
+        device_ids=[device] if device.type == "cuda" else None,
+        find_unused_parameters=find_unused,
+        gradient_as_bucket_view=True,
+        **options,
+    )
+
+
+def _unused_error(names: list[str]) -> ConfigError:
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return ConfigError(
+        f"no gradient for the parameters {shown}: the loss does not depend on them, so they would never be "
+        "trained. Remove them, freeze them with requires_grad_(False), or pass --unused-parameters allow "
+        '(unused_parameters="allow") if that is meant.'
+    )
+
+
+def naive_gradients(
+    module: nn.Module, world: World, lane_losses: Sequence[Callable[[], Tensor] | None]
+) -> list[Tensor]:
+    """Return what ``Lanes`` leaves in ``.grad``, in the plainest way: the readable specification.
+
+    Every lane's gradient goes to every rank, and everybody adds all of them along the tree.
+    Collective: every rank must call.
+
+    Args:
+        module: the model.
+        world: the world.
+        lane_losses: for each own lane a function that runs the forward pass and returns the lane's mean loss
+            times its share of the samples; None for an empty lane.
+
+    Returns:
+        One gradient a parameter that requires one, in the order of ``module.parameters()``.
+    """
+    params = [p for p in module.parameters() if p.requires_grad]
+    own = {
+        (lane, lane + 1): [torch.zeros_like(p) for p in params]
+        if loss is None
+        else list(torch.autograd.grad(loss(), params))
+        for lane, loss in zip(world.own_lanes, lane_losses, strict=True)
+    }
+    everybody: list[Any] = [own]
+    if world.world_size > 1:
+        everybody = [None] * world.world_size
+        dist.all_gather_object(everybody, own)
+    leaves = {node: gradient for part in everybody for node, gradient in part.items()}
+    return fold(leaves, world.lanes, lambda a, b: [x + y for x, y in zip(a, b, strict=True)])
