@@ -250,8 +250,8 @@ class Stream(IterableDataset[Answer]):
             number += 1
         if number == 0:
             raise DataError(
-                f"the stream of the dataset ({type(self.dataset).__name__}) has no samples in epoch {epoch}, so "
-                "there is nothing to read. Check --data."
+                f"the stream of the dataset ({type(self.dataset).__name__}) has no samples in epoch {epoch}, "
+                "so there is nothing to read. Check --data."
             )
         if number <= skip:
             raise ConfigError(
