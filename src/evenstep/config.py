@@ -269,16 +269,31 @@ def from_flat(
     """
     groups = field_groups()
     changed: dict[str, dict[str, Any]] = {}
-    for key, value in values.items():
+    for key, value in check_values(values, where).items():
+        changed.setdefault(groups[key], {})[key] = value
+    base = base or TrainConfig()
+    replaced = {group: dataclasses.replace(getattr(base, group), **new) for group, new in changed.items()}
+    return dataclasses.replace(base, **replaced)
+
+
+def check_values(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return ``values`` with whole numbers made floats where a float is meant.
+
+    Args:
+        values: ``{key: value}``.
+        where: what the values come from, for the messages.
+
+    Raises:
+        ConfigError: a key is unknown or a value has the wrong type.
+    """
+    groups = field_groups()
+    for key in values:
         if key not in groups:
             raise ConfigError(
                 f"{where}: unknown key {key!r}.{did_you_mean(key, groups)} A mistyped key would silently "
                 "leave a default in place. `evenstep config show` lists all keys."
             )
-        changed.setdefault(groups[key], {})[key] = _checked(key, value, where)
-    base = base or TrainConfig()
-    replaced = {group: dataclasses.replace(getattr(base, group), **new) for group, new in changed.items()}
-    return dataclasses.replace(base, **replaced)
+    return {key: _checked(key, value, where) for key, value in values.items()}
 
 
 def _checked(key: str, value: Any, where: str) -> Any:

@@ -1,0 +1,325 @@
+"""From the command line to the options of a run, with the source of every value.
+
+Precedence: flag > ``--config`` file > the run directory's own config.toml (with ``--resume``) > default.
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from evenstep import world as worlds
+from evenstep.config import (
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    OutputConfig,
+    ProcessConfig,
+    RunConfig,
+    TrainConfig,
+    check_values,
+    field_groups,
+    from_flat,
+    read_toml,
+)
+from evenstep.errors import CheckpointError, ConfigError, did_you_mean
+from evenstep.rundir import RUNS, checkpoints, newest_run
+
+# What --resume does not take from the run directory: these keys describe the moment (this machine, this
+# call), not the run. data_dir is not among them: it says which data the run was trained on.
+MOMENT = frozenset(
+    {
+        *("run_dir", "resume", "smoke_test", "steps"),
+        *("nproc", "device", "gpus", "gpu_memory_fraction", "backend", "timeout_s"),
+        *("cache_dir", "workers", "json", "quiet"),
+    }
+)
+
+# What --smoke-test sets wherever nothing else was asked for.
+SMOKE: Mapping[str, Any] = {"steps": 4, "epochs": 1, "log_every": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of one call of a command.
+
+    Attributes:
+        config: the values.
+        sources: where each value comes from: ``flag``, ``file run.toml``, ``run directory``,
+            ``smoke test``, ``newest run`` or ``default``, for every key.
+        notes: what was decided on the way and has to be said to the user.
+    """
+
+    config: TrainConfig
+    sources: dict[str, str]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TrainFlags:
+    """Train and evaluate a classifier with data parallelism; the same bits on any number of processes."""
+
+    # TrainConfig's groups without its checks across groups: a flag may put right what a file alone has wrong.
+    config: str | None = None
+    """A TOML file with any of the options below (batch_size = 256). Flags go before it."""
+    run: RunConfig = field(default_factory=RunConfig)
+    process: ProcessConfig = field(default_factory=ProcessConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions:
+    """Evaluate a checkpoint. Model, data and precision are those of the run that wrote it."""
+
+    run_dir: str | None = None
+    """Run directory: its newest checkpoint is evaluated."""
+    checkpoint: str | None = None
+    """One checkpoint of a run (runs/NAME/checkpoints/step-00000390)."""
+    data: str | None = None
+    """Other data than the run's, written as for evenstep train."""
+    data_dir: str | None = None
+    """Where cifar10 is looked for and downloaded to. Default: as in the run."""
+    cache_dir: str | None = None
+    """Where decoded images are kept. Default: $XDG_CACHE_HOME/evenstep or ~/.cache/evenstep."""
+    nproc: int | typing.Literal["auto"] = "auto"
+    """Processes on this machine. The numbers are the same for any."""
+    device: typing.Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda if there is a GPU, else cpu."""
+    gpus: str | None = None
+    """GPUs to use: numbers (0,1), or idle or idle:N for GPUs that nobody uses."""
+    gpu_memory_fraction: float | None = None
+    """Share of each GPU's memory that this run may take, 0 to 1."""
+    backend: str | None = None
+    """Backend of torch.distributed. Default: nccl on cuda, gloo on cpu."""
+    workers: int = 0
+    """DataLoader worker processes per process, for your own Datasets."""
+    timeout_s: float = 300.0
+    """Seconds that a process waits for the others in one collective."""
+    json: bool = False
+    """Print one JSON object with the results as the last line of stdout."""
+    quiet: bool = False
+    """Print only the result and errors."""
+
+
+Flags = TypeVar("Flags")
+
+
+def wants_help(argv: Sequence[str]) -> bool:
+    """Return whether the command line asks for the help text."""
+    return "-h" in argv or "--help" in argv
+
+
+def parse(argv: Sequence[str], command: str = "train") -> Options:
+    """Return the options that a command line means. Reads files, writes none.
+
+    Args:
+        argv: the words after the command word.
+        command: the command word, for the messages.
+
+    Raises:
+        ConfigError: a flag, a key or a value is wrong.
+        CheckpointError: there is nothing to resume.
+        SystemExit: the help was printed (0), or a value does not fit its flag (2).
+    """
+    prog = f"evenstep {command}"
+    if wants_help(argv):
+        return _to_options(_tyro(_TrainFlags, argv, prog, _TrainFlags()), {}, ())
+    given = scan_flags(argv, _keys(_TrainFlags), prog)
+    flags = _TrainFlags()
+    sources: dict[str, str] = {}
+    notes: list[str] = []
+
+    path = given.pop("config", None)
+    file = check_values(read_toml(path), path) if isinstance(path, str) else {}
+    if given.get("resume", file.get("resume", False)):
+        run_dir = given.get("run_dir", file.get("run_dir"))
+        if run_dir is None:
+            run_dir = str(newest_run(RUNS))
+            notes.append(f"resuming {run_dir}: the newest run in {RUNS}/ that has a checkpoint")
+            flags, sources = _put(flags, {"run_dir": run_dir}, run_dir), {"run_dir": "newest run"}
+        saved = resumable_values(Path(str(run_dir)))
+        flags = _put(flags, saved, f"{run_dir}/config.toml")
+        sources |= dict.fromkeys(saved, "run directory")
+    flags = _put(flags, file, str(path))
+    sources |= dict.fromkeys(file, f"file {path}")
+
+    flags = _tyro(_TrainFlags, argv, prog, flags)
+    sources |= dict.fromkeys(given, "flag")
+    options = _to_options(flags, sources, tuple(notes))
+    return make_smoke(options) if options.config.run.smoke_test else options
+
+
+def parse_eval(argv: Sequence[str]) -> EvalOptions:
+    """Return the options of ``evenstep eval``; errors as :func:`parse`."""
+    prog = "evenstep eval"
+    if not wants_help(argv):
+        scan_flags(argv, _keys(EvalOptions), prog)
+    options = _tyro(EvalOptions, argv, prog, EvalOptions())
+    if (options.run_dir is None) == (options.checkpoint is None):
+        raise ConfigError(
+            f"{prog} needs one of --run-dir and --checkpoint, and got "
+            f"{'none' if options.run_dir is None else 'both'}: it must know which weights to evaluate. "
+            "Use --run-dir DIR for the newest checkpoint of a run, or --checkpoint DIR for a certain one."
+        )
+    return options
+
+
+def eval_config(options: EvalOptions) -> tuple[TrainConfig, Path]:
+    """Return the config to evaluate with, and the checkpoint's directory.
+
+    Raises:
+        CheckpointError: the run has no checkpoint, or its config.toml is missing.
+    """
+    if options.checkpoint is not None:
+        checkpoint = Path(options.checkpoint).resolve()
+        run_dir = checkpoint.parent.parent
+        if not (checkpoint / "manifest.json").is_file():
+            raise CheckpointError(
+                f"{options.checkpoint} is not a checkpoint: it has no manifest.json. Give a directory "
+                "such as --checkpoint runs/NAME/checkpoints/step-00000390, or the run with --run-dir."
+            )
+    else:
+        run_dir = Path(str(options.run_dir))
+        found = checkpoints(run_dir)
+        if not found:
+            raise CheckpointError(
+                f"run directory {run_dir} has no checkpoint to evaluate. Check --run-dir, or train it first: "
+                f"evenstep train --run-dir {run_dir}."
+            )
+        checkpoint = found[-1]
+    path = run_dir / "config.toml"
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} is missing, and with it the model and the data that {checkpoint.name} was trained with. "
+            "Put it back, or evaluate in your own code with evenstep.evaluate."
+        )
+    values = resumable_values(run_dir)
+    for key in (k.name for k in dataclasses.fields(EvalOptions) if k.name in field_groups()):
+        value = getattr(options, key)
+        if key in MOMENT or value is not None:
+            values[key] = value
+    # Lanes belong to training; here they would only limit the number of processes. The threads stay.
+    if values.get("threads") is None and (lanes := values.get("lanes")):
+        values["threads"] = worlds.default_threads(lanes)
+    values |= {"lanes": None, "run_dir": None}
+    return from_flat(values, where=str(path)), checkpoint
+
+
+def scan_flags(argv: Sequence[str], keys: Mapping[str, bool], prog: str) -> dict[str, str | bool]:
+    """Return the flags that are on a command line: ``{key: text, or True or False for a switch}``.
+
+    Args:
+        argv: the words.
+        keys: every key, and whether it is a switch (``--x`` / ``--no-x``).
+        prog: the command, for the messages.
+
+    Raises:
+        ConfigError: a flag is unknown or has no value, or a word belongs to no flag.
+    """
+    found: dict[str, str | bool] = {}
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.partition("=")
+        key = name.removeprefix("--").replace("-", "_")
+        if not name.startswith("--"):
+            raise ConfigError(f"{prog}: {word!r} belongs to no flag. `{prog} --help` lists all flags.")
+        if keys.get(key) or keys.get(key.removeprefix("no_")):
+            if equals:
+                plain = key.removeprefix("no_").replace("_", "-")
+                raise ConfigError(
+                    f"{prog}: {name} takes no value, and got {value!r}. Use --{plain} or --no-{plain}."
+                )
+            found[key.removeprefix("no_")] = key in keys
+        elif key in keys:
+            if not equals and (not words or words[0].partition("=")[0] in _spellings(keys)):
+                raise ConfigError(f"{prog}: {name} needs a value. `{prog} --help` says which.")
+            found[key] = value if equals else words.pop(0)
+        else:
+            hint = did_you_mean("--" + key.replace("_", "-"), _spellings(keys))
+            raise ConfigError(
+                f"{prog}: unknown flag {name}.{hint} A mistyped flag would silently leave a default in "
+                f"place. `{prog} --help` lists all flags."
+            )
+    return found
+
+
+def make_smoke(options: Options) -> Options:
+    """Return options for a few steps of everything in seconds; what was asked for by name stays."""
+    wanted = dict(SMOKE)
+    if options.config.data.data == "auto":
+        wanted["data"] = "digits"
+    changed = {key: value for key, value in wanted.items() if options.sources[key] == "default"}
+    told = ", ".join(f"{key} {value}" for key, value in changed.items())
+    return Options(
+        config=from_flat(changed, options.config, where="smoke test"),
+        sources=options.sources | dict.fromkeys(changed, "smoke test"),
+        notes=(*options.notes, f"smoke test: {told}") if changed else options.notes,
+    )
+
+
+def resumable_values(run_dir: Path) -> dict[str, Any]:
+    """Return what a resumed run takes from its own config.toml: everything that describes the run.
+
+    Raises:
+        CheckpointError: there is no checkpoint to go on from.
+        ConfigError: config.toml is damaged.
+    """
+    if not checkpoints(run_dir):
+        raise CheckpointError(
+            f"--resume: run directory {run_dir} has no checkpoint to go on from. Check --run-dir, or leave "
+            "out --resume to start a new run there."
+        )
+    path = run_dir / "config.toml"
+    if not path.is_file():  # a run of the library, which has its options in the user's code
+        return {}
+    values = check_values(read_toml(path), str(path))
+    return {key: value for key, value in values.items() if key not in MOMENT}
+
+
+def _to_options(flags: _TrainFlags, sources: Mapping[str, str], notes: tuple[str, ...]) -> Options:
+    config = TrainConfig(**{f.name: getattr(flags, f.name) for f in dataclasses.fields(TrainConfig)})
+    return Options(
+        config=config, sources={key: sources.get(key, "default") for key in field_groups()}, notes=notes
+    )
+
+
+def _put(flags: _TrainFlags, values: Mapping[str, Any], where: str) -> _TrainFlags:
+    groups = field_groups()
+    changed: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        changed.setdefault(groups[key], {})[key] = value
+    try:
+        return dataclasses.replace(
+            flags,
+            **{name: dataclasses.replace(getattr(flags, name), **new) for name, new in changed.items()},
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _keys(flags: Any) -> dict[str, bool]:
+    """Return every key of a class of flags, groups opened, and whether it is a switch."""
+    keys: dict[str, bool] = {}
+    for name, hint in typing.get_type_hints(flags).items():
+        keys |= _keys(hint) if dataclasses.is_dataclass(hint) else {name: hint is bool}
+    return keys
+
+
+def _spellings(keys: Mapping[str, bool]) -> list[str]:
+    names = [*keys, *(f"no_{key}" for key, switch in keys.items() if switch)]
+    return [f"--{spelling}" for name in names for spelling in dict.fromkeys((name.replace("_", "-"), name))]
+
+
+def _tyro(flags: type[Flags], argv: Sequence[str], prog: str, default: Flags) -> Flags:
+    import tyro
+
+    return tyro.cli(flags, args=list(argv), prog=prog, default=default, config=(tyro.conf.OmitArgPrefixes,))
