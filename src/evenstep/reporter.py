@@ -1,0 +1,365 @@
+"""What the user sees of a run, on rank 0, and the files of metrics that it leaves.
+
+Results go to stdout, everything else to stderr. Nothing here imports torch, except for TensorBoard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import tqdm
+from loguru import logger
+
+from evenstep.config import TrainConfig, from_flat, write_toml
+from evenstep.errors import MachineError
+from evenstep.world import World, num_cores, share
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is known of a run once its data and its model are there.
+
+    Attributes:
+        data: name of the data set.
+        train_samples: its size; None if unknown (an iterable data set).
+        test_samples: size of the test set; None if unknown.
+        steps_per_epoch: None if unknown.
+        total_steps: the step at which the run ends; None if unknown.
+        num_parameters: how many numbers the model learns.
+        groups: the optimizer's ``param_groups``.
+        lr: the learning rate that the schedule starts from.
+        start_step: the step that the run goes on from, 0 for a new run.
+        start_epoch: the epoch that belongs to it.
+        data_note: why these data and no others, if that was decided for the user.
+    """
+
+    data: str
+    train_samples: int | None
+    test_samples: int | None
+    steps_per_epoch: int | None
+    total_steps: int | None
+    num_parameters: int
+    groups: Sequence[Mapping[str, Any]] = ()
+    lr: float | None = None
+    start_step: int = 0
+    start_epoch: int = 0
+    data_note: str | None = None
+
+
+def banner(config: TrainConfig, world: World, facts: Facts) -> list[str]:
+    """Return the lines that say what is about to happen: the arithmetic, and each choice made by itself."""
+    lines = [
+        f"evenstep: {config.model.model} ({facts.num_parameters:,} parameters) on {facts.data}, "
+        f"{world.mode} mode, seed {world.seed}, run {world.run_dir or '(none)'}",
+        _batch_line(config.optim.batch_size, world),
+    ]
+    if facts.train_samples is not None and facts.steps_per_epoch is not None:
+        last = facts.train_samples % config.optim.batch_size
+        images = f"{facts.train_samples:,} train images -> {facts.steps_per_epoch:,} steps an epoch"
+        lines.append(images + (f" (the last with {last})" if last else ""))
+        if facts.test_samples is not None:
+            lines[-1] += f"; {facts.test_samples:,} test images"
+    if facts.start_step:
+        lines.append(f"going on from step {facts.start_step:,} (epoch {facts.start_epoch})")
+    lines += [f"  {line}" for line in _choices(config, world)]
+    if facts.data_note:
+        lines.append(f"  data {facts.data}: {facts.data_note}")
+    if config.optim.lr is None and facts.lr is not None:
+        lines.append(f"  lr {facts.lr:g}: the default of {config.optim.optimizer} (--lr)")
+    lines += [f"  optimizer {line}" for line in group_lines(facts.groups)]
+    return lines
+
+
+def _batch_line(batch_size: int, world: World) -> str:
+    sizes = {len(share(lane, world.lanes, batch_size)) for lane in range(world.lanes)}
+    owned = {len(world.lanes_of(rank)) for rank in range(world.world_size)}
+    return (
+        f"batch {batch_size} = {_count(world.lanes, 'lane')} x {_or(sizes)}; "
+        f"{_count(world.world_size, 'process', 'es')} x {_or(owned)} {'lane' if owned == {1} else 'lanes'} x "
+        f"{_count(world.threads, 'thread')} on {world.device.partition(':')[0]} ({world.backend})"
+    )
+
+
+def _choices(config: TrainConfig, world: World) -> list[str]:
+    wanted = config.process
+    lines = []
+    on_gpu = world.device.startswith("cuda")
+    if wanted.nproc == "auto":
+        reason = "one per GPU" if on_gpu else f"no GPU, {_count(num_cores(), 'CPU core')}, at most 4"
+        lines.append(f"nproc {world.local_world_size}: {reason} (--nproc)")
+    if wanted.lanes is None:
+        lines.append(
+            f"lanes {world.lanes}: one per process; to go on later with the same bits on more processes, "
+            f"start with --lanes {world.lanes * 4}"
+        )
+    if wanted.threads is None:
+        lines.append(
+            f"threads {world.threads}: {_count(num_cores(), 'core')} // {_count(world.lanes, 'lane')}, "
+            "at least 1 (--threads)"
+        )
+    if wanted.device == "auto":
+        lines.append(
+            f"device {world.device.partition(':')[0]}: {'a' if on_gpu else 'no'} GPU found (--device)"
+        )
+    return lines
+
+
+def group_lines(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return one line for each of an optimizer's ``param_groups``: sizes and hyperparameters."""
+    lines = []
+    for number, group in enumerate(groups):
+        params = list(group["params"])
+        values = ", ".join(
+            f"{key} {value:g}"
+            for key, value in group.items()
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and key != "initial_lr"
+        )
+        size = sum(p.numel() for p in params)
+        lines.append(f"group {number}: {_count(len(params), 'tensor')}, {size:,} values, {values}")
+    return lines
+
+
+def _count(number: int, one: str, more: str = "s") -> str:
+    return f"{number:,} {one}{'' if number == 1 else more}"
+
+
+def _or(numbers: set[int]) -> str:
+    return " or ".join(str(number) for number in sorted(numbers))
+
+
+def final_line(result: Mapping[str, Any]) -> str:
+    """Return the result of ``evenstep train`` or ``evenstep eval`` as one line for people."""
+    parts = []
+    if result.get("test_accuracy") is not None:
+        samples = int(result["test_samples"])
+        parts.append(f"test accuracy {100 * result['test_accuracy']:.2f} % ({samples:,} images, each once)")
+    if result.get("test_loss") is not None:
+        parts.append(f"test loss {result['test_loss']:.4f}")
+    if result.get("weights_sha256"):
+        parts.append(f"weights {result['weights_sha256'][:12]}")
+    if result.get("step") is not None:
+        parts.append(f"step {result['step']:,}")
+    if result.get("run_dir"):
+        parts.append(f"run {result['run_dir']}")
+    return ", ".join(parts)
+
+
+def save_config(config: TrainConfig, run_dir: Path, world: World | None = None) -> None:
+    """Write ``config.toml`` into the run directory, whole or not at all.
+
+    Args:
+        config: the options. Where the directory is and how it was opened stay out of the file, so that
+            ``--config`` can start another run from it.
+        run_dir: the run's directory.
+        world: where it is known, its lanes and threads go in: a resumed run keeps them.
+    """
+    fixed: dict[str, Any] = {"run_dir": None, "resume": False}
+    if world is not None:
+        fixed |= {"lanes": world.lanes, "threads": world.threads}
+    _write_whole(run_dir / "config.toml", write_toml(from_flat(fixed, config)))
+
+
+def _write_whole(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}-{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+class MetricsFile:
+    """``metrics.jsonl``: one JSON object a line, which reads as one run however often it was resumed.
+
+    Opening it drops lines of steps after ``start_step``, which will be done again, and a line that a
+    crash cut off.
+    """
+
+    def __init__(self, path: Path, start_step: int) -> None:
+        kept = []
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                if start_step and json.loads(line)["step"] <= start_step:
+                    kept.append(line + "\n")
+        _write_whole(path, "".join(kept))
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, **values: Any) -> None:
+        """Append one line, at once. Numbers that JSON cannot hold (NaN, infinity) become null."""
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        self._file.write(json.dumps(finite) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class Reporter:
+    """Shows a run and keeps its metrics; on ranks other than 0 every method does nothing.
+
+    With a terminal there is a progress bar, ``Iter (loss=0.123)``; otherwise plain lines. A context manager.
+
+    Args:
+        config: the options of the run.
+        world: this process.
+        stream: where to show it; stderr by default.
+    """
+
+    def __init__(self, config: TrainConfig, world: World, stream: TextIO | None = None) -> None:
+        self._config = config
+        self._world = world
+        self._active = world.is_first
+        self._stream = stream or sys.stderr
+        self._shown = self._active and not config.output.quiet
+        self._bar: tqdm.tqdm[Any] | None = None
+        self._metrics: MetricsFile | None = None
+        self._board: Any = None
+        self._facts: Facts | None = None
+        self._begun = self._since = time.perf_counter()
+        self._images = 0
+
+    def __enter__(self) -> Reporter:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def start(self, facts: Facts) -> None:
+        """Show the banner, write config.toml, open the files of metrics.
+
+        Raises:
+            MachineError: TensorBoard was asked for and is not installed.
+        """
+        if not self._active:
+            return
+        self._facts = facts
+        if self._world.restart:
+            self.message(f"restart {self._world.restart}: going on from step {facts.start_step:,}")
+        else:
+            for line in banner(self._config, self._world, facts):
+                self.message(line)
+        if self._world.run_dir is not None:
+            run_dir = Path(self._world.run_dir)
+            run_dir.mkdir(parents=True, exist_ok=True)
+            save_config(self._config, run_dir, self._world)
+            self._metrics = MetricsFile(run_dir / "metrics.jsonl", facts.start_step)
+            if self._config.output.tensorboard:
+                self._board = _open_board(run_dir / "tensorboard", facts.start_step)
+        if self._shown and self._stream.isatty():
+            self._bar = tqdm.tqdm(
+                total=facts.total_steps,
+                initial=facts.start_step,
+                desc="Iter (loss=-)",
+                unit="step",
+                dynamic_ncols=True,
+                file=self._stream,
+            )
+        self._begun = self._since = time.perf_counter()
+
+    def step(
+        self, step: int, epoch: int, loss: Any, lr: float, images: int, grad_norm: float | None = None
+    ) -> None:
+        """Report a committed step. Only every ``log_every``-th step is read from the GPU and written.
+
+        Args:
+            step: how many steps are committed now.
+            epoch: the epoch of this step, from 0.
+            loss: a number or a tensor with one element.
+            lr: the learning rate of this step.
+            images: samples in this step's global batch.
+            grad_norm: norm of the whole gradient, where it is known.
+        """
+        if not self._active:
+            return
+        self._images += images
+        if self._bar is not None:
+            self._bar.update(1)
+        total = self._facts.total_steps if self._facts else None
+        if step % self._config.output.log_every and step != total:
+            return
+        value = float(loss)
+        now = time.perf_counter()
+        rate = self._images / max(now - self._since, 1e-9)
+        self._images, self._since = 0, now
+        extra = {} if grad_norm is None else {"grad_norm": float(grad_norm)}
+        self._write("train", step, epoch, loss=value, lr=lr, images_per_s=round(rate, 1), **extra)
+        if self._bar is not None:
+            self._bar.set_description_str(f"Iter (loss={value:.3f})", refresh=False)
+            self._bar.set_postfix_str(f"epoch {epoch}, {rate:,.0f} images/s")
+        else:
+            of = "" if total is None else f"/{total}"
+            self.message(
+                f"step {step}{of}  epoch {epoch}  loss {value:.4f}  lr {lr:.3g}  {rate:,.0f} images/s"
+                + self._eta(step, total)
+            )
+
+    def evaluation(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
+        """Report the numbers of an evaluation after ``step`` steps."""
+        self._write("eval", step, epoch, **metrics)
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name != "samples")
+        samples = f"  ({int(metrics['samples']):,} images)" if "samples" in metrics else ""
+        self.message(f"evaluation after step {step}: {shown}{samples}")
+        self._since, self._images = time.perf_counter(), 0
+
+    def checkpoint(self, step: int, epoch: int, path: str | Path) -> None:
+        """Report a checkpoint that was written."""
+        self._write("checkpoint", step, epoch, path=str(path))
+        self.message(f"saved {path}")
+        self._since, self._images = time.perf_counter(), 0
+
+    def epoch_end(self, step: int, epoch: int, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Log the learning rate and the optimizer's groups at the end of an epoch."""
+        if self._active:
+            for line in group_lines(groups):
+                logger.info("epoch {} done at step {}: {}", epoch, step, line)
+
+    def message(self, text: str) -> None:
+        """Show a line without breaking the bar."""
+        if not self._shown:
+            return
+        if self._bar is not None:
+            self._bar.write(text, file=self._stream)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Close the bar and the files. May be called twice."""
+        for part in (self._bar, self._metrics, self._board):
+            if part is not None:
+                part.close()
+        self._bar = self._metrics = self._board = None
+
+    def _write(self, kind: str, step: int, epoch: int, **values: Any) -> None:
+        if self._metrics is not None:
+            wall_s = round(time.perf_counter() - self._begun, 3)
+            self._metrics.write(kind=kind, step=step, epoch=epoch, **values, wall_s=wall_s)
+        if self._board is not None:
+            for name, value in values.items():
+                if isinstance(value, (int, float)):
+                    self._board.add_scalar(f"{kind}/{name}", value, step)
+
+    def _eta(self, step: int, total: int | None) -> str:
+        start = self._facts.start_step if self._facts else 0
+        if total is None or step <= start:
+            return ""
+        seconds = (time.perf_counter() - self._begun) / (step - start) * (total - step)
+        return f"  ETA {tqdm.tqdm.format_interval(seconds)}"
+
+
+def _open_board(path: Path, start_step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise MachineError(
+            f"--tensorboard needs the package tensorboard, which is not installed ({error}). The metrics "
+            "would be missing there without notice. Install it (pip install 'evenstep[tensorboard]'), or "
+            "leave the flag out: metrics.jsonl has the same numbers."
+        ) from None
+    return SummaryWriter(str(path), purge_step=start_step + 1 if start_step else None)
