@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -72,6 +73,8 @@ class World:
     restart: int = 0
     """How often the workers of this launch were restarted before this one was started."""
     channel: Channel = field(default_factory=NoParent, compare=False, repr=False)
+    stop: threading.Event = field(default_factory=threading.Event, compare=False, repr=False)
+    """Set by a signal handler: this process wishes to stop. All ranks then stop after the same step."""
 
     def __post_init__(self) -> None:
         if self.world_size > self.lanes:
@@ -194,6 +197,18 @@ def variable(name: str, default: str | None = None) -> str | None:
 
 def set_variables(values: Mapping[str, str]) -> None:
     """Set environment variables of this process, for libraries that can be told no other way."""
+    os.environ.update(values)
+
+
+def environment() -> dict[str, str]:
+    """Return a copy of all environment variables, to hand them to another process."""
+    return dict(os.environ)
+
+
+def replace_environment(values: Mapping[str, str]) -> None:
+    """Make the environment variables of this process exactly ``values``."""
+    for name in set(os.environ) - set(values):
+        del os.environ[name]
     os.environ.update(values)
 
 

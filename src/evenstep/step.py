@@ -1,0 +1,120 @@
+"""The training step: the one function through which every run goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from evenstep.data.batch import Batch
+from evenstep.errors import DivergedError, StoppedError
+from evenstep.lanes import Totals
+from evenstep.seeding import seed_step
+from evenstep.state import TrainState
+
+Loss = Callable[[nn.Module, Any], "Tensor | tuple[Tensor, Tensor | float]"]
+"""``loss(model, batch)``: the mean over the samples it is given; or (sum, count) for a mean over something
+else, such as the tokens of all sequences. The gradient is that of the true mean over the global batch."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did; the same on every rank.
+
+    Attributes:
+        step: the step's number, from 0.
+        loss: the mean loss over the global batch before the step; a 0-dimensional float64 tensor.
+        lr: the learning rate of the optimizer's first group in this step.
+        grad_norm: the gradient's norm before clipping; None if it is not clipped.
+    """
+
+    step: int
+    loss: Tensor
+    lr: float
+    grad_norm: float | None
+
+
+def train_step(state: TrainState, batch: Batch, loss: Loss) -> StepResult:
+    """Do one optimizer step on one global batch. Collective: every rank must call with its part of the batch.
+
+    A step is a transaction: forward, backward and the sums leave the state as it is, and the commit at the
+    end is local. So whatever happens on the way, every process holds a whole state, before or after the step.
+
+    Args:
+        state: the state; changed by the commit only.
+        batch: this rank's part of the global batch, from ``Loader.batches``.
+        loss: the loss function, see ``Loss``. On an empty lane it gets a stand-in and its value is dropped.
+
+    Raises:
+        DivergedError: the loss is not finite. Raised on every rank, before the commit.
+        StoppedError: a process was asked to stop. Raised on every rank, after the commit and a checkpoint.
+    """
+    world, lanes = state.world, state.lanes
+    own_losses: dict[int, Tensor] = {}
+    lanes.begin()
+    for part in batch.lanes:
+        if part.size == 0 and part is not batch.lanes[-1]:
+            lanes.skip()
+            continue
+        share = part.size / batch.size
+        seed_step(world.seed, batch.step, part.lane, state.device)
+        with lanes.turn(part.size):
+            with state.autocast():
+                value = loss(lanes.model, to_device(part.data, state.device))
+                total, count = value if isinstance(value, tuple) else (value * share, 0.0)
+            own_losses[part.lane] = total.detach()
+            lanes.after_forward(total, float(count), share, stop=world.stop.is_set())
+            state.scaler.scale(total * lanes.loss_scale).backward()  # type: ignore[no-untyped-call]
+            lanes.after_backward()
+    totals = lanes.finish()
+    mean = totals.loss / totals.count if totals.count else totals.loss
+    if not torch.isfinite(mean):
+        lanes.rollback()
+        _raise_diverged(state, batch, mean, own_losses)
+    lr, grad_norm = state.commit(count=float(totals.count), last_in_epoch=batch.last_in_epoch)
+    if totals.stop:
+        _raise_stopped(state, totals)
+    return StepResult(batch.step, mean, lr, grad_norm)
+
+
+def to_device(data: Any, device: torch.device) -> Any:
+    """Return ``data`` with every tensor in it on ``device``: tuples, lists and mappings are looked into."""
+    if isinstance(data, Tensor):
+        return data if data.device == device else data.to(device, non_blocking=True)
+    if isinstance(data, Mapping):
+        return {key: to_device(value, device) for key, value in data.items()}
+    if isinstance(data, tuple) and hasattr(data, "_fields"):  # a namedtuple
+        return type(data)(*(to_device(value, device) for value in data))
+    if isinstance(data, (list, tuple)):
+        return type(data)(to_device(value, device) for value in data)
+    return data
+
+
+def _raise_diverged(state: TrainState, batch: Batch, mean: Tensor, own: dict[int, Tensor]) -> NoReturn:
+    """Name the lanes whose loss is not finite. Collective: the mean is the same, so every rank comes here."""
+    bad = [lane for lane, loss in own.items() if not torch.isfinite(loss)]
+    everybody: list[Any] = [bad]
+    if state.world.world_size > 1:
+        everybody = [None] * state.world.world_size
+        dist.all_gather_object(everybody, bad)
+    lanes = sorted(lane for part in everybody for lane in part)
+    where = f"lane {lanes[0]}" if len(lanes) == 1 else f"lanes {', '.join(map(str, lanes))}"
+    raise DivergedError(
+        f"the loss is {float(mean)} at step {batch.step} (epoch {batch.epoch}), in {where}. Every further "
+        "step would spoil the weights, so the run stops here; the last checkpoint is good. Lower --lr, or "
+        "clip the gradient with --clip-norm 1."
+    )
+
+
+def _raise_stopped(state: TrainState, totals: Totals) -> NoReturn:
+    path = state.save()
+    saved = "" if state.world.run_dir is None else " and saved"
+    raise StoppedError(
+        f"asked to stop: all ranks stopped{saved} after step {state.step}"
+        + (f" ({path})" if path else "")
+        + ". Run the same command with --resume to go on."
+    )
