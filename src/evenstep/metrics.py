@@ -96,8 +96,8 @@ def _outputs_and_labels(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     if not whole or labels.shape != outputs.shape[:1]:
         raise ConfigError(
             f"the labels are {_kind(labels)}, but the model gives {_kind(outputs)}; expected one whole "
-            f"number per sample, shape ({outputs.shape[0]},). Correct the data set, or write a loss function of "
-            "your own."
+            f"number per sample, shape ({outputs.shape[0]},). Correct the data set, or write a loss "
+            "function of your own."
         )
     # The exponentials of a float16 or bfloat16 output are taken in float32, as autocast does.
     if outputs.dtype in (torch.float16, torch.bfloat16):

@@ -67,7 +67,7 @@ class ResNet9(nn.Module):
     without bias, followed by batch normalisation and ReLU.
 
     The original has width 64 and 6,573,120 parameters, and reaches 94% on CIFAR-10 in 24 epochs. The
-    default here is width 32: 1,646,240 parameters and about a quarter of the arithmetic, so that it can be
+    default here is width 32: 1,646,112 parameters and about a quarter of the arithmetic, so that it can be
     trained on a CPU.
 
     Source: https://github.com/davidcpage/cifar10-fast (2018), "How to train your ResNet".
@@ -120,8 +120,8 @@ def _check_image_size(model: str, image_size: int, *, least: int) -> None:
     if image_size < least:
         raise ConfigError(
             f"the model {model} needs images of at least {least}x{least} pixels, but these have "
-            f"{image_size}x{image_size}: its pooling layers would leave nothing. Use larger images, or your own "
-            "model with --model module:callable."
+            f"{image_size}x{image_size}: its pooling layers would leave nothing. Use larger images, or your "
+            "own model with --model module:callable."
         )
 
 
@@ -130,7 +130,7 @@ def build(spec: str, *, num_classes: int, in_channels: int = 3, image_size: int 
 
     Args:
         spec: ``net``, ``resnet9``, or ``module:callable``. The callable (a function or a class) gets those
-            of the keyword arguments ``num_classes``, ``in_channels``, ``image_size`` that its signature takes.
+            of the arguments ``num_classes``, ``in_channels``, ``image_size``, by keyword, that it takes.
         num_classes: number of classes in the data.
         in_channels: channels of the images.
         image_size: height and width of the images in pixels.

@@ -1,0 +1,467 @@
+"""Checkpoints: atomic on disk, checked by SHA-256, and read without running any code from them.
+
+A checkpoint is a directory ``RUN_DIR/checkpoints/step-00000390`` with three files:
+
+- ``model.safetensors``: the weights under the model's own keys. Weights that several keys share (tied
+  weights) are stored once; the other keys are in the file's metadata, as ``safetensors.torch.save_model``
+  does it, and in the manifest under ``aliases``.
+- ``training.pt``: everything else that must survive (optimizer, counters, ...), for ``torch.load`` with
+  ``weights_only=True``.
+- ``manifest.json``: the version of this format, the step, what the run says of itself, and the size and
+  SHA-256 of the two other files.
+
+It is written into a directory with a temporary name, each file is flushed to the disk, and the directory is
+then renamed. So a checkpoint is there whole or not at all, wherever the writer dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from loguru import logger
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from evenstep.errors import CheckpointError, ConfigError, MachineError
+from evenstep.storable import plain_values, plain_weights
+
+FORMAT_VERSION = 1
+MODEL, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json"
+
+_NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
+_TEMPORARY = re.compile(r"\.tmp-step-\d+-(\d+)")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint in memory.
+
+    Attributes:
+        path: its directory.
+        step: optimizer steps that were committed before it was taken.
+        meta: what the run said of itself.
+        model: the weights by key, shared ones under each of their keys.
+        training: everything else.
+    """
+
+    path: Path
+    step: int
+    meta: dict[str, Any]
+    model: dict[str, Tensor]
+    training: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A checkpoint on disk, as :func:`ls` lists it.
+
+    Attributes:
+        path: its directory.
+        step: its step, from the name.
+        num_bytes: size of its files.
+        score: the score it was saved with, or None.
+        meta: what the run said of itself; empty if the manifest cannot be read.
+        problem: what is wrong with it as far as the manifest and the file sizes show; None if nothing.
+    """
+
+    path: Path
+    step: int
+    num_bytes: int
+    score: float | None
+    meta: dict[str, Any]
+    problem: str | None
+
+
+def save(
+    run_dir: str | Path,
+    *,
+    step: int,
+    model: Mapping[str, Tensor],
+    training: dict[str, Any],
+    meta: dict[str, Any],
+    score: float | None = None,
+    keep: int = 3,
+) -> Path:
+    """Write a checkpoint, then remove those that are not to be kept. Only rank 0 calls this.
+
+    If the process dies or the disk is full at any point, the older checkpoints are as they were. A checkpoint
+    of the same step is replaced; if its weights and training state are the same, only its manifest is.
+
+    Args:
+        run_dir: the run's directory; made if it is not there.
+        step: optimizer steps committed so far.
+        model: the weights, from ``unwrapped(model).state_dict()``; on any device, in any memory format.
+        training: nested dicts, lists and tuples of tensors, numbers, strings, bytes, None, torch dtypes and
+            devices. Mappings of other types become dicts, numbers of NumPy become Python's.
+        meta: what can be written as JSON: epoch, epoch_step, lanes, numerics, config, metrics, versions.
+            Tuples come back as lists.
+        score: how good the model is (more is better), such as the test accuracy.
+        keep: how many of the newest checkpoints to keep, besides the one with the best score.
+
+    Returns:
+        The directory of the checkpoint.
+
+    Raises:
+        ConfigError: something in ``model``, ``training`` or ``meta`` cannot be stored; the message names
+            its place.
+        MachineError: the files cannot be written.
+    """
+    _check_keep(keep)
+    tensors, aliases = plain_weights(model)
+    plain_training = plain_values(training, "training")
+    plain_meta = plain_values(meta, "meta", json_only=True)
+    parent = Path(run_dir) / "checkpoints"
+    target = parent / f"step-{step:08d}"
+    temporary = parent / f".tmp-step-{step:08d}-{os.getpid()}"
+    with _write_errors(target):
+        parent.mkdir(parents=True, exist_ok=True)
+        _clean(parent)
+        try:
+            temporary.mkdir()
+            # The metadata are those of safetensors.torch.save_model, so its load_model restores the aliases.
+            safetensors.torch.save_file(tensors, temporary / MODEL, {"format": "pt", **aliases})
+            with open(temporary / TRAINING, "wb") as file:
+                torch.save(plain_training, file)
+            manifest = {
+                "format_version": FORMAT_VERSION,
+                "step": step,
+                "score": None if score is None or math.isnan(score) else float(score),
+                "meta": plain_meta,
+                "files": {name: _file_entry(temporary / name) for name in (MODEL, TRAINING)},
+                "aliases": aliases,
+            }
+            (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+            for name in (MODEL, TRAINING, MANIFEST):
+                _flush(temporary / name)
+            _flush(temporary)
+            _put_in_place(temporary, target, manifest)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    prune(run_dir, keep=keep)
+    return target
+
+
+def _put_in_place(temporary: Path, target: Path, manifest: dict[str, Any]) -> None:
+    """Give a finished directory its name, in place of one that may be there."""
+    parent = target.parent
+    if target.exists():
+        same = not verify(target) and _read_manifest(target)["files"] == manifest["files"]
+        if same:
+            os.replace(temporary / MANIFEST, target / MANIFEST)
+            _flush(target)
+            return
+        # A directory cannot be replaced in one go. Between the two renames the old one still counts,
+        # under its other name.
+        aside = target.with_name(target.name + ".replaced")
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(target, aside)
+    os.rename(temporary, target)
+    _flush(parent)
+
+
+@contextlib.contextmanager
+def _write_errors(target: Path) -> Iterator[None]:
+    """Turn the errors of writing files into a MachineError."""
+    try:
+        yield
+    # A failed write is an OSError in Python, a SafetensorError in safetensors, a RuntimeError in torch.
+    except (OSError, SafetensorError, RuntimeError) as error:
+        there = next(p for p in (target, *target.absolute().parents) if p.exists())
+        free = shutil.disk_usage(there).free
+        raise MachineError(
+            f"cannot write the checkpoint {target}: {error} ({free:,} bytes are free there). The older "
+            "checkpoints are untouched. Free some space or correct the permissions and go on with --resume; "
+            "--keep 1 needs the least space, --run-dir chooses another place."
+        ) from error
+
+
+def _file_entry(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+
+
+def _sha256(path: Path) -> str:
+    sha = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            sha.update(block)
+    return sha.hexdigest()
+
+
+def _flush(path: Path) -> None:
+    """Have a file or a directory written to the disk itself."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _clean(parent: Path) -> None:
+    """Remove what writers that died have left."""
+    for path in parent.iterdir():
+        match = _TEMPORARY.fullmatch(path.name)
+        if match and (int(match[1]) == os.getpid() or not _is_alive(int(match[1]))):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def prune(run_dir: str | Path, *, keep: int) -> None:
+    """Keep the newest ``keep`` good checkpoints and the one with the best score; remove the others.
+
+    Only rank 0 calls this; :func:`save` does it by itself. A damaged checkpoint is removed once a newer good
+    one is there. Of equal scores the newest is the best. A checkpoint that cannot be removed is left, with a
+    warning in the log.
+    """
+    _check_keep(keep)
+    infos = [(path, _info(path)) for path in _directories(run_dir)]
+    good = [(path, info) for path, info in infos if info.problem is None]
+    if not good:
+        return
+    newest_step = good[0][1].step
+    steps = list(dict.fromkeys(info.step for _, info in good))
+    kept_steps = set(steps[:keep])
+    scored = [(info.score, info.step) for _, info in good if info.score is not None]
+    if scored:
+        kept_steps.add(max(scored)[1])
+    kept: dict[int, Path] = {}
+    for path, info in good:  # the plain name comes before NAME.replaced
+        if info.step in kept_steps:
+            kept.setdefault(info.step, path)
+    for path, info in infos:
+        if path in kept.values() or info.step > newest_step:
+            continue
+        # Renamed first, so that a half-removed directory never looks like a checkpoint.
+        doomed = path.parent / f".tmp-step-{info.step:08d}-{os.getpid()}"
+        try:
+            os.rename(path, doomed)
+            shutil.rmtree(doomed)
+        except OSError as error:
+            logger.warning("cannot remove the old checkpoint {}: {}", path, error)
+
+
+def _check_keep(keep: int) -> None:
+    if keep < 1:
+        raise ConfigError(f"keep is {keep}; at least one checkpoint must stay. Use --keep 1 or more.")
+
+
+def _directories(run_dir: str | Path) -> list[Path]:
+    """Return the directories named as checkpoints, newest first; NAME.replaced after NAME."""
+    parent = Path(run_dir) / "checkpoints"
+    if not parent.is_dir():
+        return []
+    named = [(match, path) for path in parent.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(named, key=lambda pair: (-int(pair[0][1]), pair[0][2] or ""))]
+
+
+def _info(path: Path) -> CheckpointInfo:
+    match = _NAME.fullmatch(path.name)
+    step = int(match[1]) if match else -1
+    try:
+        manifest = _read_manifest(path)
+        _check_sizes(path, manifest)
+    except CheckpointError as error:
+        return CheckpointInfo(path, step, _size(path), None, {}, str(error))
+    return CheckpointInfo(path, step, _size(path), manifest["score"], manifest["meta"], None)
+
+
+def _size(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.iterdir() if file.is_file()) if path.is_dir() else 0
+
+
+def ls(run_dir: str | Path) -> list[CheckpointInfo]:
+    """Return the checkpoints of a run, oldest first; an empty list if there are none."""
+    plain = [_info(path) for path in _directories(run_dir)]
+    good = {info.step for info in plain if info.problem is None and info.path.suffix != ".replaced"}
+    return [i for i in reversed(plain) if not (i.path.suffix == ".replaced" and i.step in good)]
+
+
+def latest(run_dir: str | Path) -> Path | None:
+    """Return the newest checkpoint whose manifest can be read and whose files have the right sizes.
+
+    A newer one that is damaged is skipped with a warning in the log. The contents of the files are not
+    looked at: :func:`load` does that.
+    """
+    for path in _directories(run_dir):
+        problem = _info(path).problem
+        if problem is None:
+            return path
+        logger.warning("skipping a damaged checkpoint: {}", problem)
+    return None
+
+
+def verify(path: str | Path) -> list[str]:
+    """Return what is wrong with a checkpoint, one line per problem; an empty list if it is whole.
+
+    Reads all its files and compares their SHA-256.
+    """
+    path = Path(path)
+    try:
+        manifest = _read_manifest(path)
+        _check_sizes(path, manifest)
+    except CheckpointError as error:
+        return [str(error)]
+    problems = []
+    for name, entry in manifest["files"].items():
+        found = _sha256(path / name)
+        if found != entry["sha256"]:
+            problems.append(
+                f"{path / name} is damaged: its SHA-256 is {found}, but {entry['sha256']} was written. "
+                f"{_advice(path)}"
+            )
+    return problems
+
+
+def load(path: str | Path, *, map_location: str | torch.device = "cpu") -> Checkpoint:
+    """Read a checkpoint after checking the SHA-256 of its files. Every rank may call this.
+
+    Nothing that is stored in it is run as code.
+
+    Args:
+        path: directory of the checkpoint, such as :func:`latest` gives.
+        map_location: device for the tensors.
+
+    Raises:
+        CheckpointError: it is not there, is damaged, has an unknown format, or holds what a checkpoint must
+            not hold.
+    """
+    path = Path(path)
+    manifest = _read_manifest(path)
+    problems = verify(path)
+    if problems:
+        raise CheckpointError("\n".join(problems))
+    try:
+        model = safetensors.torch.load_file(path / MODEL, device=str(map_location))
+        training = torch.load(path / TRAINING, map_location=map_location, weights_only=True)
+        model.update({key: model[kept] for key, kept in manifest["aliases"].items()})
+        if not isinstance(training, dict):
+            raise TypeError(f"{TRAINING} holds a {type(training).__name__}, not a dict")
+    except Exception as error:  # whatever a reader makes of files that were tampered with
+        raise CheckpointError(
+            f"{path} has the SHA-256 that its manifest says, but cannot be read: {error}. It was made by "
+            f"something else, or changed on purpose. {_advice(path)}"
+        ) from error
+    return Checkpoint(path, manifest["step"], manifest["meta"], model, training)
+
+
+def _advice(path: Path) -> str:
+    return f"Remove {path} and go on from an older checkpoint with --resume."
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    """Return the manifest, checked for everything that the code relies on."""
+    if not path.is_dir():
+        others = ", ".join(sorted(p.name for p in path.parent.glob("step-*"))[-5:]) or "none"
+        raise CheckpointError(
+            f"there is no checkpoint {path}; {path.parent} has: {others}. Correct the path or --run-dir."
+        )
+    file = path / MANIFEST
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{file} is missing, so {path} is not whole. {_advice(path)}") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}. {_advice(path)}") from None
+    version = manifest.get("format_version") if isinstance(manifest, dict) else None
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{file} has format_version {version!r}; this evenstep reads {FORMAT_VERSION}. Use the "
+            "evenstep that wrote it."
+        )
+    try:
+        entries = {name: (type(e["bytes"]), type(e["sha256"])) for name, e in manifest["files"].items()}
+        kinds = [type(manifest[key]) for key in ("step", "meta", "aliases")]
+        whole = (
+            entries == {MODEL: (int, str), TRAINING: (int, str)}
+            and kinds == [int, dict, dict]
+            and isinstance(manifest["score"], (float, type(None)))
+        )
+    except (KeyError, TypeError, AttributeError):
+        whole = False
+    if not whole:
+        raise CheckpointError(
+            f"{file} lacks some of format_version, step, score, meta, files, aliases. {_advice(path)}"
+        )
+    return manifest  # type: ignore[no-any-return]  # a dict, as checked above
+
+
+def _check_sizes(path: Path, manifest: dict[str, Any]) -> None:
+    for name, entry in manifest["files"].items():
+        try:
+            size = (path / name).stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"{path / name} is missing: {error.strerror}. {_advice(path)}") from None
+        if size != entry["bytes"]:
+            raise CheckpointError(
+                f"{path / name} has {size:,} bytes, but {entry['bytes']:,} were written. {_advice(path)}"
+            )
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the user's own model inside DistributedDataParallel and torch.compile.
+
+    So its state_dict has the model's own keys, without ``module.`` or ``_orig_mod.`` in front.
+    """
+    while True:
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
+
+
+def load_into(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Copy the weights of a checkpoint into a model, which is unwrapped first.
+
+    Raises:
+        CheckpointError: keys are missing or unexpected, or shapes or dtypes differ; the model is unchanged.
+    """
+    inner = unwrapped(model)
+    own = {key: value for key, value in inner.state_dict().items() if isinstance(value, Tensor)}
+    stored = checkpoint.model
+    missing = [key for key in own if key not in stored]
+    unexpected = [key for key in stored if key not in own]
+    differing = [
+        f"{key} ({_shape(stored[key])} in the checkpoint, {_shape(own[key])} in the model)"
+        for key in own
+        if key in stored and _shape(stored[key]) != _shape(own[key])
+    ]
+    found = [("missing", missing), ("unexpected", unexpected), ("different", differing)]
+    problems = [f"{what}: {_few(keys)}" for what, keys in found if keys]
+    if problems:
+        raise CheckpointError(
+            f"the checkpoint {checkpoint.path} does not fit the model {type(inner).__name__}: "
+            f"{'; '.join(problems)}. It was made by another model, or with other options of it. Use the "
+            "same --model and --data as the run that wrote it."
+        )
+    inner.load_state_dict(stored)
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def _few(items: list[str]) -> str:
+    more = f" and {len(items) - 3} more" if len(items) > 3 else ""
+    return ", ".join(items[:3]) + more
