@@ -1,0 +1,238 @@
+"""The command ``evenstep``: the command word, what each command does, and the exit codes.
+
+Nothing here imports torch before a command needs it: ``evenstep --help`` is there at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from evenstep import options
+from evenstep import world as worlds
+from evenstep.config import TrainConfig, from_flat, to_flat, write_toml
+from evenstep.errors import ConfigError, EvenstepError, did_you_mean
+from evenstep.rundir import open_run_dir
+
+HELP = """\
+usage: evenstep COMMAND [FLAGS]
+
+Data-parallel PyTorch training that gives the same bits on any number of processes.
+
+commands:
+  train        train and evaluate a classifier (evenstep train --help)
+  eval         evaluate a checkpoint again (evenstep eval --help)
+  config show  show every option, its value and where the value comes from
+
+  --help       show this text
+  --version    show the version
+
+exit codes: 0 ok; 1 a worker failed; 2 wrong flag or config; 3 the machine or the data; 4 checkpoint missing
+or bad; 5 diverged; 75 stopped and saved, run it again with --resume; 128+N killed by signal N
+"""
+
+COMMANDS = ("train", "eval", "config")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    Args:
+        argv: the words after ``evenstep``; by default those of this process.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(words)
+    except EvenstepError as error:
+        sys.stderr.write(f"evenstep{_rank_text()}: error: {error}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of a pipe has seen enough: | head
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except SystemExit as stop:  # help was shown, or tyro refused a value
+        return stop.code if isinstance(stop.code, int) else 1
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words:
+        sys.stderr.write(HELP)
+        return 2
+    word, rest = words[0], words[1:]
+    if word in ("-h", "--help", "help"):
+        return _say(HELP.rstrip())
+    if word == "--version":
+        return _say(f"evenstep {importlib.metadata.version('evenstep')}")
+    if word == "train":
+        return train(rest)
+    if word == "eval":
+        return evaluate(rest)
+    if word == "config":
+        return show_config(rest)
+    raise ConfigError(
+        f"unknown command {word!r}.{did_you_mean(word, COMMANDS)} Choose one of {', '.join(COMMANDS)}; "
+        "`evenstep --help` says what they do."
+    )
+
+
+def train(argv: Sequence[str]) -> int:
+    """Run ``evenstep train``. Under torchrun every process runs this, and rank 0 speaks."""
+    if options.wants_help(argv):
+        options.parse(argv)
+    place = _begin()
+    asked = options.parse(argv)
+    config = asked.config if place is None else _placed(asked.config, place)
+    config = open_run_dir(config)
+    _tell(config, asked.notes)
+
+    from evenstep import reporter
+    from evenstep.data import sources
+
+    if place is None or place.rank == 0:
+        reporter.save_config(config, Path(str(config.run.run_dir)))
+    sources.prepare(
+        config.data.data,
+        data_dir=config.data.data_dir,
+        cache_dir=config.data.cache_dir,
+        quiet=config.output.quiet,
+    )
+
+    from evenstep import jobs
+    from evenstep.launch import launch
+
+    result = launch(jobs.train_job, config, **_launch_options(config))
+    return _result(config, result)
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    """Run ``evenstep eval``: the numbers of a checkpoint once more, on any number of processes."""
+    if options.wants_help(argv):
+        options.parse_eval(argv)
+    place = _begin()
+    config, checkpoint = options.eval_config(options.parse_eval(argv))
+    if place is not None:
+        config = _placed(config, place)
+    _tell(config, (f"evaluating {checkpoint}",))
+
+    from evenstep.data import sources
+
+    sources.prepare(
+        config.data.data,
+        data_dir=config.data.data_dir,
+        cache_dir=config.data.cache_dir,
+        quiet=config.output.quiet,
+    )
+
+    from evenstep import jobs
+    from evenstep.launch import launch
+
+    result = launch(jobs.eval_job, config, str(checkpoint), **_launch_options(config))
+    return _result(config, result)
+
+
+def show_config(argv: Sequence[str]) -> int:
+    """Run ``evenstep config show``: every key, its value, and where the value comes from."""
+    if not argv or argv[0] != "show":
+        got = f"{argv[0]!r}" if argv else "nothing"
+        raise ConfigError(
+            f"evenstep config needs the word show, and got {got}. Use `evenstep config show [FLAGS]`, "
+            "with the flags of evenstep train; --toml prints a file that --config reads."
+        )
+    flags = [word for word in argv[1:] if word != "--toml"]
+    asked = options.parse(flags, "config show")
+    if len(flags) < len(argv) - 1:
+        return _say(write_toml(asked.config).rstrip())
+    rows = [(key, _value_text(value), asked.sources[key]) for key, value in to_flat(asked.config).items()]
+    wide = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    return _say("\n".join(f"{key:<{wide[0]}}  {value:<{wide[1]}}  {source}" for key, value, source in rows))
+
+
+def _begin() -> worlds.Placement | None:
+    """Get ready to start workers, and return the place of this process if it is a worker itself."""
+    place = worlds.placement()
+    if place is None:
+        from evenstep.launch import warm_up
+
+        warm_up()  # before anything heavy: the workers' imports then run beside ours
+    # The user's own modules (--model module:callable) are in the directory where the command is run. An
+    # installed command, unlike python -m, does not have it in the path; workers get our path.
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    return place
+
+
+def _placed(config: TrainConfig, place: worlds.Placement) -> TrainConfig:
+    """Return the config with the number of processes that the outer launcher has already started."""
+    lanes = config.process.lanes
+    if lanes is not None and place.world_size > lanes:
+        raise ConfigError(
+            f"{place.launcher} started {place.world_size} processes, which is above lanes {lanes}: each "
+            f"process needs a lane of its own. Start {lanes} or fewer, or a new run with "
+            f"--lanes {place.world_size}."
+        )
+    return from_flat({"nproc": place.local_world_size}, config)
+
+
+def _launch_options(config: TrainConfig) -> dict[str, Any]:
+    process, run, output = config.process, config.run, config.output
+    return {
+        "nproc": process.nproc,
+        "lanes": process.lanes,
+        "device": process.device,
+        "gpus": process.gpus,
+        "gpu_memory_fraction": process.gpu_memory_fraction,
+        "backend": process.backend,
+        "threads": process.threads,
+        "seed": run.seed,
+        "mode": run.mode,
+        "run_dir": run.run_dir,
+        "resume": run.resume,
+        "timeout_s": process.timeout_s,
+        "log_level": output.log_level,
+        "log_rotation": output.log_rotation,
+        "log_diagnose": output.log_diagnose,
+    }
+
+
+def _tell(config: TrainConfig, notes: Sequence[str]) -> None:
+    place = worlds.placement()
+    if not config.output.quiet and (place is None or place.rank == 0):
+        for note in notes:
+            sys.stderr.write(note + "\n")
+
+
+def _result(config: TrainConfig, result: Mapping[str, Any]) -> int:
+    from evenstep import reporter
+
+    place = worlds.placement()
+    if place is not None and place.rank != 0:
+        return 0
+    return _say(json.dumps(result) if config.output.json else reporter.final_line(result))
+
+
+def _say(text: str) -> int:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+    return 0
+
+
+def _value_text(value: Any) -> str:
+    return "-" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _rank_text() -> str:
+    """Return ``" rank 3"`` for a process of an outer launcher that is not rank 0."""
+    with contextlib.suppress(EvenstepError):
+        place = worlds.placement()
+        if place is not None and place.rank:
+            return f" rank {place.rank}"
+    return ""
