@@ -7,17 +7,27 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "evenstep"
 
+
+def name_of(path):
+    parts = list(path.relative_to(SOURCE).with_suffix("").parts)
+    if parts[-1] == "__init__" and len(parts) > 1:
+        parts.pop()
+    return ".".join(parts)
+
+
+MODULES = {name_of(path): path for path in sorted(SOURCE.rglob("*.py"))}
+
 LAYERS = {
     "values": ["errors", "config", "world"],
     "ground": ["seeding", "log", "devices"],
     "sums": ["tree", "collectives"],
     "parts": [
         *("lanes", "staging", "objects", "storable", "models", "optim", "metrics", "checkpoint", "snapshot"),
-        *("data", "data.batch", "data.digits", "data.cache", "data.fetch", "data.sources", "data.augment"),
-        "data.loader",
+        *(module for module in MODULES if module.partition(".")[0] == "data"),
     ],
     "the step": ["state", "step", "evaluate", "fit"],
     "the run": [
+        *("agent", "program"),
         *("jobs", "launch", "worker", "channel", "preload", "health", "failure", "reporter", "report"),
     ],
     "tools": ["verify", "bench", "doctor", "testing"],
@@ -36,16 +46,6 @@ NO_TORCH = [
     "reporter",
     "__init__",
 ]
-
-
-def name_of(path):
-    parts = list(path.relative_to(SOURCE).with_suffix("").parts)
-    if parts[-1] == "__init__" and len(parts) > 1:
-        parts.pop()
-    return ".".join(parts)
-
-
-MODULES = {name_of(path): path for path in sorted(SOURCE.rglob("*.py"))}
 
 
 def imported(node):

@@ -93,22 +93,22 @@ def train(argv: Sequence[str]) -> int:
     config = open_run_dir(config)
     _tell(config, asked.notes)
 
-    from evenstep import reporter
-    from evenstep.data import sources
+    from evenstep.data.sources import prepare
+    from evenstep.reporter import save_config
 
     if place is None or place.rank == 0:
-        reporter.save_config(config, Path(str(config.run.run_dir)))
-    sources.prepare(
+        save_config(config, Path(str(config.run.run_dir)))
+    prepare(
         config.data.data,
         data_dir=config.data.data_dir,
         cache_dir=config.data.cache_dir,
         quiet=config.output.quiet,
     )
 
-    from evenstep import jobs
+    from evenstep.jobs import train_job
     from evenstep.launch import launch
 
-    result = launch(jobs.train_job, config, **_launch_options(config))
+    result = launch(train_job, config, **_launch_options(config))
     return _result(config, result)
 
 
@@ -122,19 +122,19 @@ def evaluate(argv: Sequence[str]) -> int:
         config = _placed(config, place)
     _tell(config, (f"evaluating {checkpoint}",))
 
-    from evenstep.data import sources
+    from evenstep.data.sources import prepare
 
-    sources.prepare(
+    prepare(
         config.data.data,
         data_dir=config.data.data_dir,
         cache_dir=config.data.cache_dir,
         quiet=config.output.quiet,
     )
 
-    from evenstep import jobs
+    from evenstep.jobs import eval_job
     from evenstep.launch import launch
 
-    result = launch(jobs.eval_job, config, str(checkpoint), **_launch_options(config))
+    result = launch(eval_job, config, str(checkpoint), **_launch_options(config))
     return _result(config, result)
 
 
@@ -211,12 +211,12 @@ def _tell(config: TrainConfig, notes: Sequence[str]) -> None:
 
 
 def _result(config: TrainConfig, result: Mapping[str, Any]) -> int:
-    from evenstep import reporter
+    from evenstep.reporter import final_line
 
     place = worlds.placement()
     if place is not None and place.rank != 0:
         return 0
-    return _say(json.dumps(result) if config.output.json else reporter.final_line(result))
+    return _say(json.dumps(result) if config.output.json else final_line(result))
 
 
 def _say(text: str) -> int:
