@@ -1,17 +1,33 @@
-"""Decoded images in memory-mapped files."""
+"""Decoded images as arrays, and the directory that keeps them.
+
+A data set is decoded once per machine, into ``<cache_dir>/<name>-<key>/`` with ``train-images.npy``,
+``train-labels.npy``, ``test-images.npy``, ``test-labels.npy`` and ``meta.json``. All processes map these
+files, so the images are in memory once. Opening them imports neither torch nor Pillow.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from evenstep.errors import DataError
+from evenstep import world
+from evenstep.errors import DataError, MachineError
 
 if TYPE_CHECKING:
     import torch
+
+FORMAT = 1
+"""Goes up when the files or the way of decoding change; a cache of another format is not used."""
+SPLITS = ("train", "test")
+_CHUNK = 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +42,7 @@ class ImageArrays:
         classes: the names of the classes, in the order of the labels; may be empty.
         mean: per channel of the training split, in 0..1.
         std: per channel of the training split, in 0..1.
-        fingerprint: names the content; part of what a checkpoint records.
+        fingerprint: sha256 of images and labels as hex digits; empty if it was not computed.
 
     Raises:
         DataError: shapes or dtypes are not as said above.
@@ -64,3 +80,203 @@ class ImageArrays:
         rows = np.asarray(indices, dtype=np.int64)
         # np.asarray: a plain array, so that indexing skips the bookkeeping of np.memmap.
         return np.asarray(self.images)[rows], np.asarray(self.labels)[rows].astype(np.int64, copy=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """One split as it comes out of a decoder.
+
+    Attributes:
+        images: uint8 (M, H, W, C), in any order; may be a memory map.
+        rows: int64 (N,): which of ``images`` belong to the split, in their order.
+        labels: int64 (N,).
+    """
+
+    images: np.ndarray
+    rows: np.ndarray
+    labels: np.ndarray
+
+    def chunks(self) -> Iterator[np.ndarray]:
+        """Yield the images in their order, some at a time."""
+        for start in range(0, len(self.rows), _CHUNK):
+            yield np.asarray(self.images[self.rows[start : start + _CHUNK]])
+
+
+@dataclass(frozen=True, eq=False)
+class Decoded:
+    """A whole data set as it comes out of a decoder."""
+
+    classes: tuple[str, ...]
+    train: Rows
+    test: Rows
+
+
+def statistics(chunks: Iterable[np.ndarray]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return (mean, std) per channel in 0..1 of uint8 images (n, H, W, C), given some at a time.
+
+    They are computed from counts of the 256 values, so they do not depend on the order of the images.
+    """
+    counts: np.ndarray | None = None
+    for chunk in chunks:
+        new = np.stack(
+            [np.bincount(channel, minlength=256) for channel in chunk.reshape(-1, chunk.shape[-1]).T]
+        )
+        counts = new if counts is None else counts + new
+    if counts is None:
+        return (), ()
+    values, total = np.arange(256) / 255, counts.sum(axis=1)
+    mean = (counts * values).sum(axis=1) / total
+    variance = (counts * (values - mean[:, None]) ** 2).sum(axis=1) / total
+    # A channel with one value has no spread to divide by.
+    std = np.sqrt(np.where(variance > 0, variance, 1.0))
+    return tuple(mean.tolist()), tuple(std.tolist())
+
+
+def content_fingerprint(images: np.ndarray, labels: np.ndarray) -> str:
+    """Return the sha256 of uint8 images and int64 labels in hex digits."""
+    digest = hashlib.sha256(f"{images.shape}".encode())
+    for start in range(0, len(images), _CHUNK):
+        digest.update(np.ascontiguousarray(images[start : start + _CHUNK]).tobytes())
+    digest.update(labels.astype("<i8").tobytes())
+    return digest.hexdigest()
+
+
+def default_cache_dir() -> Path:
+    """Return $XDG_CACHE_HOME/evenstep, or ~/.cache/evenstep."""
+    base = world.variable("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "evenstep"
+
+
+def cached(
+    name: str, key: str, cache_dir: str | os.PathLike[str] | None, decode: Callable[[Path], Decoded]
+) -> Path:
+    """Return the directory with the decoded images, after decoding them if they are not there.
+
+    Of several processes that call it at once, one decodes and the others wait. What is damaged is built anew
+    with a warning. The directory appears whole or not at all.
+
+    Args:
+        name: a word for the directory's name.
+        key: at least 16 characters that name the source's state.
+        cache_dir: where to keep it; None for :func:`default_cache_dir`.
+        decode: reads the source; it gets a directory for temporary files.
+
+    Raises:
+        MachineError: the cache cannot be written.
+        DataError: from ``decode``.
+    """
+    from filelock import FileLock
+
+    base = Path(cache_dir) if cache_dir is not None else default_cache_dir()
+    directory = base / f"{name}-{key[:16]}"
+    # Without the lock, because a cache that is there may be on a read-only disk.
+    if directory.is_dir() and damage(directory) is None:
+        return directory
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        with FileLock(base / f"{directory.name}.lock"):
+            found = damage(directory) if directory.is_dir() else "missing"
+            if found is not None:
+                _build(directory, found, decode)
+    except OSError as error:
+        raise MachineError(
+            f"cannot write the cache of decoded images in {base}: {error.strerror or error}. Each process "
+            "would have to decode all images itself. Make it writable, or choose another place with "
+            "--cache-dir."
+        ) from error
+    return directory
+
+
+def _build(directory: Path, found: str, decode: Callable[[Path], Decoded]) -> None:
+    if found != "missing":
+        from loguru import logger
+
+        logger.warning("the cache {} is damaged ({}); decoding the images again", directory, found)
+        shutil.rmtree(directory)
+    for left_over in directory.parent.glob(f"{directory.name}.tmp-*"):  # of a process that was killed
+        shutil.rmtree(left_over)
+    work = directory.with_name(f"{directory.name}.tmp-{os.getpid()}")
+    work.mkdir()
+    try:
+        _write(work, decode(work))
+        os.rename(work, directory)
+        _sync(directory.parent)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _write(work: Path, decoded: Decoded) -> None:
+    mean, std = statistics(decoded.train.chunks())
+    fingerprints = {}
+    for split, rows in zip(SPLITS, (decoded.train, decoded.test), strict=True):
+        path = work / f"{split}-images.npy"
+        shape = (len(rows.rows), *rows.images.shape[1:])
+        target = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=shape)
+        start = 0
+        for chunk in rows.chunks():
+            target[start : start + len(chunk)] = chunk
+            start += len(chunk)
+        target.flush()
+        np.save(work / f"{split}-labels.npy", rows.labels.astype(np.int64))
+        fingerprints[split] = content_fingerprint(target, rows.labels)
+    for scratch in work.glob("scratch*"):
+        scratch.unlink()
+    files = sorted(work.glob("*.npy"))
+    meta = {
+        "format": FORMAT,
+        "classes": decoded.classes,
+        "mean": mean,
+        "std": std,
+        "fingerprints": fingerprints,
+        "bytes": {file.name: file.stat().st_size for file in files},
+    }
+    (work / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
+    for file in [*files, work / "meta.json", work]:
+        _sync(file)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _meta(directory: Path) -> dict[str, Any]:
+    meta: dict[str, Any] = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
+    return meta
+
+
+def damage(directory: Path) -> str | None:
+    """Return what is wrong with a cache directory, or None if its files have the sizes they should have."""
+    try:
+        expected = _meta(directory)["bytes"]
+        for split in SPLITS:
+            for kind in ("images", "labels"):
+                name = f"{split}-{kind}.npy"
+                actual = (directory / name).stat().st_size
+                if actual != expected[name]:
+                    return f"{name} has {actual:,} bytes, not {expected[name]:,}"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"meta.json cannot be read: {error}"
+    return None
+
+
+def open_arrays(directory: Path) -> tuple[ImageArrays, ImageArrays]:
+    """Return (train, test) of a cache directory, memory-mapped read-only."""
+    meta = _meta(directory)
+    train, test = (
+        ImageArrays(
+            images=np.load(directory / f"{split}-images.npy", mmap_mode="r"),
+            labels=np.load(directory / f"{split}-labels.npy"),
+            classes=tuple(meta["classes"]),
+            mean=tuple(meta["mean"]),
+            std=tuple(meta["std"]),
+            fingerprint=meta["fingerprints"][split],
+        )
+        for split in SPLITS
+    )
+    return train, test

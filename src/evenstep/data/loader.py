@@ -59,8 +59,8 @@ def num_samples(dataset: Any) -> int | None:
         return len(dataset)
     raise ConfigError(
         f"{type(dataset).__name__} is not a dataset: it has not both __len__ and __getitem__ (map-style), "
-        "nor is it a torch.utils.data.IterableDataset. Make it one of these; in place of a DataLoader, pass the "
-        "dataset inside it."
+        "nor is it a torch.utils.data.IterableDataset. Make it one of these; in place of a DataLoader, pass "
+        "the dataset inside it."
     )
 
 

@@ -1,0 +1,330 @@
+"""Image files in a folder or an archive, and arrays in an .npz file, decoded.
+
+An archive is read as a stream; nothing of it is unpacked to disk, and a member's path is never used as one.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import itertools
+import lzma
+import os
+import sys
+import tarfile
+import zipfile
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from evenstep import world
+from evenstep.data.cache import SPLITS, Decoded, Rows
+from evenstep.errors import DataError
+
+IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+TAR_ENDINGS = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".txz", ".tar.bz2")
+ARCHIVE_ENDINGS = (*TAR_ENDINGS, ".zip")
+_LAYOUT = "train/<class>/*.jpg (or .jpeg, .png, .bmp, .webp) and test/<class>/*.jpg"
+_BATCH = 256
+
+
+@dataclass(frozen=True, order=True)
+class Member:
+    """An image file: its split, class and name, and the folder around ``train`` and ``test``, if any."""
+
+    split: str
+    label: str
+    name: str
+    prefix: str = ""
+
+    @property
+    def path(self) -> str:
+        """The path inside the folder or archive."""
+        return "/".join(part for part in (self.prefix, self.split, self.label, self.name) if part)
+
+
+Read = Callable[[], bytes]
+
+
+def _same(data: bytes) -> bytes:
+    return data
+
+
+def member(path: str, where: str) -> Member | None:
+    """Return the image file that a path inside ``where`` names, or None if it is something else.
+
+    Raises:
+        DataError: the path is absolute or leads out of the archive.
+    """
+    parts = [part for part in PurePosixPath(path).parts if part != "."]
+    if path.startswith("/") or ".." in parts:
+        raise DataError(
+            f"{where}: the member {path!r} points outside of the archive. Such an archive is damaged or made "
+            "to do harm, so nothing of it is used. Pack it again."
+        )
+    if not path.lower().endswith(IMAGE_ENDINGS) or any(part.startswith((".", "__MACOSX")) for part in parts):
+        return None
+    first = 0 if parts[0] in SPLITS else 1
+    if len(parts) < first + 3 or parts[first] not in SPLITS:
+        return None
+    return Member(parts[first], parts[first + 1], "/".join(parts[first + 2 :]), "/".join(parts[:first]))
+
+
+def read_folder(folder: Path) -> Iterator[tuple[Member, Read]]:
+    """Yield the image files of a folder, sorted."""
+    found = [
+        (image, path)
+        for path in _files(folder)
+        if (image := member(path.relative_to(folder).as_posix(), str(folder))) is not None
+    ]
+    for image, path in sorted(found):
+        yield image, path.read_bytes
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for directory, _, names in os.walk(folder, followlinks=True):
+        for name in names:
+            yield Path(directory, name)
+
+
+def state_of(path: Path) -> str:
+    """Return a text that changes when a file, or any file in a folder, changes: names, sizes and times."""
+    files = sorted(_files(path)) if path.is_dir() else [path]
+    lines = []
+    for file in files:
+        status = file.stat()
+        name = file.relative_to(path).as_posix() if path.is_dir() else file.name
+        lines.append(f"{name}\t{status.st_size}\t{status.st_mtime_ns}")
+    return "\n".join(lines)
+
+
+def read_zip(path: Path) -> Iterator[tuple[Member, Read]]:
+    """Yield the image files of a .zip, sorted."""
+    with zipfile.ZipFile(path) as archive:
+        found = [
+            (image, info)
+            for info in archive.infolist()
+            if not info.is_dir() and (image := member(info.filename, str(path))) is not None
+        ]
+        for image, info in sorted(found, key=lambda pair: pair[0]):
+            data = archive.read(info)
+            yield image, functools.partial(_same, data)
+
+
+def read_tar(path: Path) -> Iterator[tuple[Member, Read]]:
+    """Yield the image files of a .tar, compressed or not, in the archive's order."""
+    with tarfile.open(path) as archive:
+        while (info := archive.next()) is not None:
+            archive.members.clear()  # type: ignore[attr-defined]  # tarfile keeps all of them
+            if not info.isfile() or (image := member(info.name, str(path))) is None:
+                continue
+            file = archive.extractfile(info)
+            assert file is not None
+            data = file.read()
+            yield image, functools.partial(_same, data)
+    if path.name.lower().endswith(".tar"):
+        _check_end_of_tar(path)
+
+
+def _check_end_of_tar(path: Path) -> None:
+    # tarfile takes a file cut off between two members for a whole one; compressed ones raise by themselves.
+    with path.open("rb") as file:
+        file.seek(-512, os.SEEK_END)
+        if file.read().strip(b"\0"):
+            raise tarfile.ReadError("the end-of-archive block is missing")
+
+
+def decode_files(path: Path, work: Path, *, quiet: bool) -> Decoded:
+    """Decode all images of a folder or an archive.
+
+    Images become RGB: a grey one gets three equal channels, transparency is dropped. Samples are in the order
+    of class and name, so a folder and an archive of it give the same data set.
+
+    Args:
+        path: the folder or archive.
+        work: a directory for a temporary file.
+        quiet: show no progress bar.
+
+    Raises:
+        DataError: names the archive and the member.
+    """
+    members: list[Member] = []
+    shape: tuple[int, ...] | None = None
+    scratch = work / "scratch"
+    with scratch.open("wb") as file:
+        for image, pixels in _progress(_decoded(path), quiet):
+            if shape is not None and pixels.shape != shape:
+                raise DataError(
+                    f"{path}: {image.path} has {_size(pixels.shape)} pixels, but {members[0].path} has "
+                    f"{_size(shape)} (width x height). A batch needs images of one size; bring all to one "
+                    "size first, or write a Dataset that does (--data module:callable)."
+                )
+            shape = pixels.shape
+            members.append(image)
+            file.write(pixels.tobytes())
+    if shape is None:
+        raise DataError(
+            f"{path}: no images found. Expected {_LAYOUT}, perhaps inside one folder. Check --data."
+        )
+    return _sorted(path, members, np.memmap(scratch, mode="r", dtype=np.uint8, shape=(len(members), *shape)))
+
+
+def _guarded(path: Path, members: Iterator[tuple[Member, Read]]) -> Iterator[tuple[Member, Read]]:
+    """Pass the members on, and turn what goes wrong in reading the archive into a DataError."""
+    last = "before the first image"
+    try:
+        for image, read in members:
+            yield image, read
+            last = f"after {image.path}"
+    except (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError) as error:
+        raise _damaged(path, last, error) from error
+    except (EOFError, RuntimeError, OSError) as error:  # cut off, encrypted, unreadable
+        raise _damaged(path, last, error) from error
+
+
+def _damaged(path: Path, last: str, error: Exception) -> DataError:
+    return DataError(
+        f"{path} cannot be read {last}: {error}. A data set with a part missing would be another data set, "
+        "so nothing of it is used. Copy or download it again."
+    )
+
+
+def _size(shape: tuple[int, ...]) -> str:
+    return f"{shape[1]}x{shape[0]}"
+
+
+def _decoded(path: Path) -> Iterator[tuple[Member, np.ndarray]]:
+    """Yield each image with its pixels, uint8 (H, W, 3), decoded in threads, in the order of reading."""
+    reader = read_folder if path.is_dir() else read_zip if path.name.lower().endswith(".zip") else read_tar
+    members = _guarded(path, reader(path))
+    threads = min(4, world.num_cores())
+    waiting: deque[Future[list[tuple[Member, np.ndarray]]]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        while batch := list(itertools.islice(members, _BATCH)):
+            waiting.append(pool.submit(_decode_batch, path, batch))
+            if len(waiting) > 2 * threads:
+                yield from waiting.popleft().result()
+        for future in waiting:
+            yield from future.result()
+
+
+def _decode_batch(path: Path, batch: list[tuple[Member, Read]]) -> list[tuple[Member, np.ndarray]]:
+    return [(image, _decode(path, image, read)) for image, read in batch]
+
+
+def _decode(path: Path, image: Member, read: Read) -> np.ndarray:
+    from PIL import Image
+
+    data = b""
+    try:
+        data = read()
+        with Image.open(io.BytesIO(data)) as file:
+            return np.asarray(file.convert("RGB"))
+    except Exception as error:
+        raise DataError(
+            f"{path}: cannot decode {image.path} ({len(data):,} bytes): {error}. A data set with a hole "
+            "would be another data set. Replace this image, or remove it."
+        ) from error
+
+
+def _progress(items: Iterable[Any], quiet: bool) -> Iterable[Any]:
+    from tqdm import tqdm
+
+    hidden = quiet or not sys.stderr.isatty()
+    return tqdm(items, desc="decoding images", unit=" images", disable=hidden, leave=False, mininterval=0.5)
+
+
+def _sorted(path: Path, members: list[Member], images: np.ndarray) -> Decoded:
+    prefixes = sorted({image.prefix for image in members})
+    if len(prefixes) > 1:
+        raise DataError(
+            f"{path}: train and test folders in more than one place: {prefixes[0] or '.'!r} and "
+            f"{prefixes[1]!r}. It is not clear which data set is meant. Keep one."
+        )
+    classes = {split: {image.label for image in members if image.split == split} for split in SPLITS}
+    pairs = (("train", "test"), ("test", "train"))
+    for split, other in pairs:
+        if not classes[split]:
+            raise DataError(f"{path}: there are images in {other}, but none in {split}. Expected {_LAYOUT}.")
+    if classes["train"] != classes["test"]:
+        only = {split: ", ".join(sorted(classes[split] - classes[other])) or "none" for split, other in pairs}
+        raise DataError(
+            f"{path}: the classes of train and test differ: only in train: {only['train']}; only in test: "
+            f"{only['test']}. A class's number is its place among all classes, so both need the same folders."
+        )
+    names = tuple(sorted(classes["train"]))
+    number = {label: i for i, label in enumerate(names)}
+    splits = []
+    for split in SPLITS:
+        rows = sorted((i for i, image in enumerate(members) if image.split == split), key=members.__getitem__)
+        labels = np.array([number[members[i].label] for i in rows], dtype=np.int64)
+        splits.append(Rows(images, np.array(rows, dtype=np.int64), labels))
+    return Decoded(names, *splits)
+
+
+def decode_npz(path: Path) -> Decoded:
+    """Read the arrays of an .npz file.
+
+    It has ``x_train, y_train, x_test, y_test``: images uint8 (N, H, W), (N, H, W, 1) or (N, H, W, 3); labels
+    whole numbers from 0, (N,) or (N, 1). Grey images get three equal channels.
+
+    Raises:
+        DataError: the file is damaged, or an array is missing or is not as said above.
+    """
+    names = ("x_train", "y_train", "x_test", "y_test")
+    try:
+        with np.load(path) as file:
+            missing = [name for name in names if name not in file.files]
+            if missing:
+                raise DataError(
+                    f"{path}: {', '.join(missing)} not in the file, which has "
+                    f"{', '.join(file.files) or 'nothing'}. It needs x_train, y_train, x_test and y_test; "
+                    "save it with numpy.savez(path, x_train=..., y_train=...)."
+                )
+            arrays = {name: file[name] for name in names}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(f"{path} cannot be read: {error}. Copy or make it again.") from error
+    images = {split: _npz_images(path, f"x_{split}", arrays[f"x_{split}"]) for split in SPLITS}
+    if images["train"].shape[1:] != images["test"].shape[1:]:
+        raise DataError(
+            f"{path}: x_train has images of shape {images['train'].shape[1:]}, x_test of shape "
+            f"{images['test'].shape[1:]}. A model takes images of one size; bring all to one size."
+        )
+    labels = {
+        split: _npz_labels(path, f"y_{split}", arrays[f"y_{split}"], len(images[split])) for split in SPLITS
+    }
+    num_classes = max(int(labels[split].max()) for split in SPLITS) + 1
+    train, test = (Rows(images[split], np.arange(len(images[split])), labels[split]) for split in SPLITS)
+    return Decoded(tuple(str(i) for i in range(num_classes)), train, test)
+
+
+def _npz_images(path: Path, name: str, images: np.ndarray) -> np.ndarray:
+    if images.dtype != np.uint8:
+        raise DataError(
+            f"{path}: {name} has dtype {images.dtype}; expected uint8, values 0 to 255. Floats in 0..1 are "
+            "not rounded silently: save (images * 255).round().astype('uint8')."
+        )
+    if images.ndim == 3:
+        images = images[..., None]
+    if images.ndim != 4 or images.shape[3] not in (1, 3) or 0 in images.shape:
+        raise DataError(
+            f"{path}: {name} has shape {images.shape}; expected (N, H, W), (N, H, W, 1) or (N, H, W, 3) "
+            "with at least one image. Channels come last."
+        )
+    return np.repeat(images, 3, axis=3) if images.shape[3] == 1 else images
+
+
+def _npz_labels(path: Path, name: str, labels: np.ndarray, num_images: int) -> np.ndarray:
+    flat = labels.reshape(-1) if labels.shape == (num_images, 1) else labels
+    if flat.dtype.kind not in "iu" or flat.shape != (num_images,) or int(flat.min()) < 0:
+        raise DataError(
+            f"{path}: {name} has dtype {labels.dtype} and shape {labels.shape}; expected {num_images} whole "
+            "numbers from 0, one per image."
+        )
+    return flat.astype(np.int64)
