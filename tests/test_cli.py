@@ -30,10 +30,17 @@ def calls(monkeypatch):
         seen.append((main, args, keywords))
         return RESULT
 
+    def prepare(spec, **_):
+        seen.append(f"prepare {spec}")
+        auto = spec == "auto"
+        return types.SimpleNamespace(
+            spec="digits" if auto else spec, note="no cifar10 here" if auto else None
+        )
+
     modules = {
         "evenstep.launch": {"launch": launch, "warm_up": lambda: seen.append("warm_up")},
         "evenstep.jobs": {"train_job": "train_job", "eval_job": "eval_job"},
-        "evenstep.data.sources": {"prepare": lambda spec, **_: seen.append(f"prepare {spec}")},
+        "evenstep.data.sources": {"prepare": prepare},
     }
     for name, values in modules.items():
         module = types.ModuleType(name)
@@ -150,8 +157,15 @@ def test_json_is_the_last_line_of_stdout(calls, capsys):
     assert "smoke test: steps 4" in err
 
 
+def test_what_auto_stands_for_is_said_and_kept(calls, tmp_path, capsys):
+    assert cli.main(["train", "--run-dir", "r"]) == 0
+    assert "no cifar10 here" in capsys.readouterr().err
+    assert read_toml(tmp_path / "r" / "config.toml")["data"] == "digits"
+    assert calls[-1][1][0].data.data == "digits"
+
+
 def test_quiet_leaves_only_the_result(calls, capsys):
-    assert cli.main(["train", "--quiet", "--smoke-test"]) == 0
+    assert cli.main(["train", "--quiet"]) == 0
     out, err = capsys.readouterr()
     assert len(out.splitlines()) == 1
     assert err == ""

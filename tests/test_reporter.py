@@ -200,6 +200,13 @@ def test_the_config_in_the_run_directory_keeps_lanes_and_threads(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
 
 
+def test_fast_mode_keeps_no_threads_because_they_follow_the_processes(tmp_path):
+    save_config(from_flat({}), tmp_path, world(mode="fast"))
+    assert "threads" not in read_toml(tmp_path / "config.toml")
+    lines = banner(from_flat({"mode": "fast"}), world(mode="fast"), FACTS)
+    assert any("// processes, at least 1 (--threads)" in line for line in lines)
+
+
 def test_the_end_of_an_epoch_logs_the_groups(tmp_path):
     messages = []
     sink = logger.add(lambda message: messages.append(message.record["message"]), format="{message}")

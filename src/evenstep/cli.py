@@ -93,17 +93,12 @@ def train(argv: Sequence[str]) -> int:
     config = open_run_dir(config)
     _tell(config, asked.notes)
 
-    from evenstep.data.sources import prepare
+    config = _prepared(config)
+
     from evenstep.reporter import save_config
 
     if place is None or place.rank == 0:
         save_config(config, Path(str(config.run.run_dir)))
-    prepare(
-        config.data.data,
-        data_dir=config.data.data_dir,
-        cache_dir=config.data.cache_dir,
-        quiet=config.output.quiet,
-    )
 
     from evenstep.jobs import train_job
     from evenstep.launch import launch
@@ -122,14 +117,7 @@ def evaluate(argv: Sequence[str]) -> int:
         config = _placed(config, place)
     _tell(config, (f"evaluating {checkpoint}",))
 
-    from evenstep.data.sources import prepare
-
-    prepare(
-        config.data.data,
-        data_dir=config.data.data_dir,
-        cache_dir=config.data.cache_dir,
-        quiet=config.output.quiet,
-    )
+    config = _prepared(config)
 
     from evenstep.jobs import eval_job
     from evenstep.launch import launch
@@ -168,6 +156,17 @@ def _begin() -> worlds.Placement | None:
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
     return place
+
+
+def _prepared(config: TrainConfig) -> TrainConfig:
+    """Download and decode the data, and return the config with the source that ``auto`` stands for."""
+    from evenstep.data.sources import prepare
+
+    data = config.data
+    found = prepare(data.data, data_dir=data.data_dir, cache_dir=data.cache_dir, quiet=config.output.quiet)
+    if found.note:
+        _tell(config, (found.note,))
+    return from_flat({"data": found.spec}, config)
 
 
 def _placed(config: TrainConfig, place: worlds.Placement) -> TrainConfig:

@@ -103,7 +103,8 @@ def _choices(config: TrainConfig, world: World) -> list[str]:
         )
     if wanted.threads is None:
         lines.append(
-            f"threads {world.threads}: {_count(num_cores(), 'core')} // {_count(world.lanes, 'lane')}, "
+            f"threads {world.threads}: {_count(num_cores(), 'core')} // "
+            f"{_count(world.lanes, 'lane') if world.mode == 'exact' else 'processes'}, "
             "at least 1 (--threads)"
         )
     if wanted.device == "auto":
@@ -160,11 +161,13 @@ def save_config(config: TrainConfig, run_dir: Path, world: World | None = None) 
         config: the options. Where the directory is and how it was opened stay out of the file, so that
             ``--config`` can start another run from it.
         run_dir: the run's directory.
-        world: where it is known, its lanes and threads go in: a resumed run keeps them.
+        world: where it is known, its lanes and, in exact mode, threads go in: a resumed run keeps them.
     """
     fixed: dict[str, Any] = {"run_dir": None, "resume": False}
     if world is not None:
-        fixed |= {"lanes": world.lanes, "threads": world.threads}
+        fixed["lanes"] = world.lanes
+        if world.mode == "exact":  # in fast mode they follow the number of processes
+            fixed["threads"] = world.threads
     _write_whole(run_dir / "config.toml", write_toml(from_flat(fixed, config)))
 
 
