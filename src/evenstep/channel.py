@@ -1,0 +1,293 @@
+"""The line between the launching process and its workers: messages, the go before main, and the life line.
+
+A Unix socket in the run's private directory; nothing listens on a network. Each end notices at once when the
+other one dies: the launching process then ends the remaining workers, and a worker ends itself, so that
+``kill -9`` on the launching process leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+import cloudpickle
+from loguru import logger
+
+from evenstep.errors import MachineError
+
+
+@dataclass
+class Peer:
+    """What the launching process knows of one worker.
+
+    Attributes:
+        rank: the worker's rank.
+        pid: its process id.
+        connection: the line to it.
+        ready: whether it waits for the go.
+        done: whether its main has returned or raised; its end is no surprise then.
+        ended: when the line broke, as ``time.time()``; None while the worker lives.
+    """
+
+    rank: int
+    pid: int
+    connection: Connection
+    ready: bool = False
+    done: bool = False
+    ended: float | None = None
+
+
+class Server:
+    """The launching process's end: takes the workers' lines, passes messages on, ends workers that are left.
+
+    Args:
+        directory: the private directory of the run.
+        key: the secret that a worker shows when it connects.
+        num_workers: how many workers are started on this machine.
+        on_message: called as ``on_message(rank, obj)`` for each message, one at a time, on a thread of ours.
+        grace_s: seconds between a worker's death and SIGKILL for those that have not ended by then.
+        on_connected: called when all workers of a start have connected, on a thread of ours.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        key: bytes,
+        num_workers: int,
+        on_message: Callable[[int, Any], None] | None,
+        grace_s: float,
+        on_connected: Callable[[], None],
+    ) -> None:
+        self.values: dict[int, bytes] = {}
+        self._on_connected = on_connected
+        self._num_workers = num_workers
+        self._on_message = on_message
+        self._grace_s = grace_s
+        self._lock = threading.RLock()
+        self._callback_lock = threading.Lock()
+        self._restart = 0
+        self._peers: dict[int, Peer] = {}
+        self._backlog: list[bytes] = []
+        self._closed = threading.Event()
+        self._stopping = False
+        self._reaper: threading.Thread | None = None
+        self._listener = Listener(
+            os.path.join(directory, "channel"), "AF_UNIX", backlog=max(8, num_workers), authkey=key
+        )
+        self._key = key
+        self._acceptor = threading.Thread(target=self._accept, name="evenstep-channel", daemon=True)
+        self._acceptor.start()
+
+    @property
+    def peers(self) -> dict[int, Peer]:
+        """The workers of the present start, by rank."""
+        with self._lock:
+            return dict(self._peers)
+
+    def begin(self, restart: int) -> None:
+        """Forget the workers of the former start; those of start number ``restart`` come next."""
+        with self._lock:
+            self._restart = restart
+            self._peers = {}
+            self._backlog = []
+            self.values = {}
+            self._reaper = None
+
+    def send(self, obj: Any) -> None:
+        """Send an object to every worker; one that has not connected yet gets it when it does."""
+        frame = cloudpickle.dumps(("message", cloudpickle.dumps(obj)))
+        with self._lock:
+            if len(self._peers) < self._num_workers:
+                self._backlog.append(frame)
+            for peer in self._peers.values():
+                self._put(peer, frame)
+
+    def stop(self) -> None:
+        """End all workers: SIGTERM now, SIGKILL after the grace time. Workers that still start end, too."""
+        with self._lock:
+            self._stopping = True
+            self.signal_all(signal.SIGTERM)
+            self._start_reaper()
+
+    def signal_all(self, number: signal.Signals) -> None:
+        """Send a signal to every worker that lives."""
+        with self._lock:
+            for peer in self._peers.values():
+                if peer.ended is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(peer.pid, number)
+
+    def close(self) -> None:
+        """End what is left of the workers and the threads of this end."""
+        self.signal_all(signal.SIGKILL)
+        self._closed.set()
+        with contextlib.suppress(OSError, EOFError):
+            # Wakes the acceptor; a closed listener would leave it in accept() for ever.
+            Client(self._listener.address, "AF_UNIX", authkey=self._key).close()
+        self._acceptor.join()
+        self._listener.close()
+        with self._lock:
+            for peer in self._peers.values():
+                with contextlib.suppress(OSError):
+                    peer.connection.close()
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                connection = self._listener.accept()
+            except Exception:  # a worker died while it connected, or a stranger without the key
+                continue
+            if self._closed.is_set():
+                connection.close()
+                return
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: Connection) -> None:
+        try:
+            _, (rank, pid, restart) = cloudpickle.loads(connection.recv_bytes())
+        except (OSError, EOFError):
+            return
+        peer = Peer(rank, pid, connection)
+        with self._lock:
+            if restart != self._restart or self._stopping:
+                connection.close()  # the worker takes a broken line as its order to end
+                return
+            self._peers[rank] = peer
+            for frame in self._backlog:
+                self._put(peer, frame)
+            all_connected = len(self._peers) == self._num_workers
+        if all_connected:
+            self._on_connected()
+        with contextlib.suppress(OSError, EOFError):
+            while True:
+                kind, content = cloudpickle.loads(connection.recv_bytes())
+                self._take(peer, kind, content)
+        peer.ended = time.time()
+        with self._lock:
+            if not peer.done and self._peers.get(rank) is peer:
+                self._start_reaper()
+
+    def _take(self, peer: Peer, kind: str, content: Any) -> None:
+        if kind == "message":
+            self._call_back(peer.rank, content)
+            return
+        with self._lock:
+            if kind == "ready":
+                peer.ready = True
+                if sum(p.ready for p in self._peers.values()) == self._num_workers:
+                    for other in self._peers.values():
+                        self._put(other, cloudpickle.dumps(("go", None)))
+            elif kind == "value":
+                self.values[peer.rank] = content
+            elif kind == "failing":
+                self._start_reaper()
+            elif kind == "done":
+                peer.done = True
+
+    def _call_back(self, rank: int, content: bytes) -> None:
+        if self._on_message is None:
+            return
+        try:
+            message = cloudpickle.loads(content)
+            with self._callback_lock:
+                self._on_message(rank, message)
+        except Exception:
+            logger.exception("on_message failed for a message of rank {}; the run goes on", rank)
+
+    def _put(self, peer: Peer, frame: bytes) -> None:
+        with contextlib.suppress(OSError):  # it has just died; its reader thread notices
+            peer.connection.send_bytes(frame)
+
+    def _start_reaper(self) -> None:
+        if self._reaper is None and not self._closed.is_set():
+            self._reaper = threading.Thread(target=self._reap, args=(self._restart,), daemon=True)
+            self._reaper.start()
+
+    def _reap(self, restart: int) -> None:
+        """Kill what is left of a start some seconds after its first death.
+
+        torch's agent waits 30 seconds before it kills a worker that ignores SIGTERM or sleeps in C, and for
+        ever when a worker leaves with exit code 0 in the middle of the run.
+        """
+        if not self._closed.wait(self._grace_s):
+            with self._lock:
+                if restart == self._restart:
+                    self.signal_all(signal.SIGKILL)
+
+
+class Line:
+    """A worker's end; the channel of its World.
+
+    Args:
+        directory: the private directory of the run.
+        key: the secret.
+        rank: this worker's rank.
+        restart: the number of this start of the workers.
+    """
+
+    def __init__(self, directory: str, key: bytes, rank: int, restart: int) -> None:
+        self._connection = Client(os.path.join(directory, "channel"), "AF_UNIX", authkey=key)
+        self._lock = threading.Lock()
+        self._messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._go = threading.Event()
+        self._write("hello", (rank, os.getpid(), restart))
+        threading.Thread(target=self._read, name="evenstep-line", daemon=True).start()
+
+    def send(self, obj: Any) -> None:
+        """Send a picklable object to the parent's ``on_message``."""
+        self._write("message", cloudpickle.dumps(obj))
+
+    def receive(self, timeout_s: float | None = None) -> Any:
+        """Wait for the next object from the parent; TimeoutError after ``timeout_s`` seconds."""
+        try:
+            return cloudpickle.loads(self._messages.get(timeout=timeout_s))
+        except queue.Empty:
+            raise TimeoutError(f"world.receive: nothing came from the parent in {timeout_s} s.") from None
+
+    def wait_for_go(self, timeout_s: float) -> None:
+        """Tell the parent that this worker is ready, and wait until all are.
+
+        Raises:
+            MachineError: the others were not ready in time.
+        """
+        self._write("ready", None)
+        if not self._go.wait(timeout_s):
+            raise MachineError(
+                f"not all workers were ready within {timeout_s} s. A slow or busy machine may need "
+                f"--timeout-s {2 * timeout_s:g}."
+            )
+
+    def failing(self) -> None:
+        """Tell the parent that this worker ends with an error, so that the others do not outlast it long."""
+        self._write("failing", None)
+
+    def finish(self, value: bytes | None) -> None:
+        """Hand in main's value (pickled; None for none), and say that this worker's end is no surprise."""
+        if value is not None:
+            self._write("value", value)
+        self._write("done", None)
+
+    def _write(self, kind: str, content: Any) -> None:
+        frame = cloudpickle.dumps((kind, content))
+        with self._lock:
+            self._connection.send_bytes(frame)
+
+    def _read(self) -> None:
+        # The thread stays until the process ends: a worker whose main has returned still waits for the
+        # others, and must not outlive the launching process then, either.
+        with contextlib.suppress(OSError, EOFError):
+            while True:
+                kind, content = cloudpickle.loads(self._connection.recv_bytes())
+                if kind == "message":
+                    self._messages.put(content)
+                elif kind == "go":
+                    self._go.set()
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,33 @@
+"""Imported by the fork server alone: everything that a worker needs, so that a worker starts in milliseconds.
+
+A module that cannot be imported must not end the fork server; the worker that needs it says what is wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+
+# torch._dynamo is imported by the constructor of DistributedDataParallel, which takes about a second.
+MODULES = (
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "torch.nn.parallel",
+    "torch.optim",
+    "torch.utils.data",
+    "torch.distributed.elastic.multiprocessing.api",
+    "torch.distributed.launcher.api",
+    "numpy",
+    "loguru",
+    "cloudpickle",
+    "evenstep",
+    "evenstep.worker",
+    "evenstep.jobs",
+    "evenstep.fit",
+)
+
+for _name in MODULES:
+    with contextlib.suppress(Exception):
+        importlib.import_module(_name)

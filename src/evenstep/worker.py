@@ -1,0 +1,259 @@
+"""What runs in a worker process: its world, log, seeds, device and process group, then the user's main."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import functools
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+from loguru import logger
+from torch._C._distributed_c10d import FileStore, PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from evenstep import devices, failure, log, seeding, world
+from evenstep.channel import Line
+from evenstep.errors import ConfigError, MachineError
+from evenstep.world import World
+
+_PR_SET_PDEATHSIG = 1
+# What torch's agent sets for each worker; all else comes from the launching process's environment.
+_AGENT_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "ROLE_NAME",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What all workers of a run have in common."""
+
+    lanes: int
+    seed: int
+    mode: str
+    devices: devices.Devices
+    backend: str
+    threads: int
+    timeout_s: float
+    run_dir: str | None
+    resume: bool
+    log_level: str
+    log_rotation: str
+    log_diagnose: bool
+    started: float
+    """When the run was launched, as ``time.time()``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What the launching process hands to a worker that it starts.
+
+    Attributes:
+        setting: what all workers have in common.
+        directory: the private directory of the run, in which ``program.pkl`` holds main and its arguments.
+        key: the secret of the channel.
+        environment: the environment variables of the launching process.
+        all_values: whether each rank's value goes back, and not rank 0's alone.
+    """
+
+    setting: Setting
+    directory: str
+    key: bytes
+    environment: dict[str, str]
+    all_values: bool
+
+
+def entry(job: Job) -> None:
+    """Run a job's main in a process that torch's agent has started; the end is an exit code."""
+    _die_with_parent()
+    agents = {
+        name: value
+        for name, value in world.environment().items()
+        if name in _AGENT_VARIABLES or name.startswith(("TORCHELASTIC_", "TORCH_NCCL_"))
+    }
+    world.replace_environment({**job.environment, **agents})
+    _quiet()
+    place = world.placement()
+    assert place is not None
+    line = Line(job.directory, job.key, place.rank, place.restart)
+    store = functools.partial(
+        FileStore, os.path.join(job.directory, f"store-{place.restart}"), place.world_size
+    )
+    code = 0
+    value: bytes | None = None
+    try:
+        with _prepared(job.setting, place, line, store) as here:
+            line.wait_for_go(job.setting.timeout_s)
+            try:
+                value = _call(job, here)
+            except BaseException as error:
+                # Before the process group is destroyed: that may wait for a peer that never comes.
+                _note(job, place, line, error)
+                raise
+    except BaseException as error:
+        code = failure.exit_code_of(error)
+        _note(job, place, line, error)
+    with contextlib.suppress(OSError):
+        line.finish(value)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code != 0:
+        raise SystemExit(code)
+
+
+def run_here(main: Callable[..., Any], args: tuple[Any, ...], setting: Setting) -> Any:
+    """Run main in this very process, which another launcher (torchrun) has started as one of many.
+
+    Returns:
+        main's value, on every rank.
+
+    Raises:
+        SystemExit: main failed; the report of the first rank that failed is on stderr.
+    """
+    place = world.placement()
+    assert place is not None
+    timeout = datetime.timedelta(seconds=setting.timeout_s)
+    stores: list[Any] = []
+
+    def store() -> Any:
+        # torchrun keeps one store over its restarts, in which the addresses of the dead are still found.
+        shared = next(rendezvous("env://", timeout=timeout))[0]
+        stores.append(PrefixStore(f"evenstep/{place.restart}", shared))
+        return stores[0]
+
+    try:
+        with _prepared(setting, place, world.NoParent(), store) as here:
+            return main(here, *args)
+    except Exception as error:
+        record = failure.record(error, place.rank)
+        if not record.secondary and _is_first_to_fail(stores):
+            path = log.path_of(setting.run_dir, place.rank) if setting.run_dir else None
+            text = failure.report([record], {}, world_size=place.world_size, log_path=path)
+            sys.stderr.write(text + "\n")
+        raise SystemExit(record.exit_code) from None
+
+
+def _is_first_to_fail(stores: list[Any]) -> bool:
+    try:
+        return not stores or stores[0].add("failures", 1) == 1
+    except RuntimeError:  # the store went with the process that held it
+        return True
+
+
+@contextlib.contextmanager
+def _prepared(
+    setting: Setting, place: world.Placement, channel: world.Channel, store: Callable[[], Any]
+) -> Iterator[World]:
+    """Make this process a worker: enter its world, and leave no process group behind."""
+    here = World(
+        rank=place.rank,
+        world_size=place.world_size,
+        local_rank=place.local_rank,
+        local_world_size=place.local_world_size,
+        node_rank=place.node_rank,
+        num_nodes=place.num_nodes,
+        lanes=setting.lanes,
+        seed=setting.seed,
+        mode=setting.mode,
+        device=setting.devices.of(place.local_rank),
+        backend=setting.backend,
+        threads=setting.threads,
+        run_dir=setting.run_dir,
+        resume=setting.resume,
+        restart=place.restart,
+        started=setting.started,
+        channel=channel,
+    )
+    logs = log.setup(
+        setting.run_dir,
+        place.rank,
+        level=setting.log_level,
+        rotation=setting.log_rotation,
+        diagnose=setting.log_diagnose,
+        exclusive=True,
+    )
+    with logs, world.entered(here):
+        try:
+            torch.set_num_threads(setting.threads)
+            devices.apply(setting.devices, place.local_rank)
+            seeding.seed_all(setting.seed, deterministic=setting.mode == "exact")
+            dist.init_process_group(
+                setting.backend,
+                store=store(),
+                rank=place.rank,
+                world_size=place.world_size,
+                timeout=datetime.timedelta(seconds=setting.timeout_s),
+            )
+            logger.info("rank {} of {} runs, pid {}", place.rank, place.world_size, os.getpid())
+            yield here
+        except Exception:
+            logger.bind(file_only=True).exception("main failed")
+            raise
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def _call(job: Job, here: World) -> bytes | None:
+    """Call main and return its value, pickled, if it goes back."""
+    main, args = cloudpickle.loads((Path(job.directory) / "program.pkl").read_bytes())
+    value = main(here, *args)
+    if not (here.is_first or job.all_values):
+        return None
+    try:
+        return bytes(cloudpickle.dumps(value))
+    except Exception as error:
+        raise ConfigError(
+            f"main returned a {type(value).__name__}, which cannot be sent to the launching process: "
+            f"{error}. Return numbers, strings, arrays or tensors, or the path of a file."
+        ) from None
+
+
+def _note(job: Job, place: world.Placement, line: Line, error: BaseException) -> None:
+    """Write the record of the error, once, and tell the parent that this worker is about to end."""
+    directory = Path(job.directory) / f"start-{place.restart}"
+    if failure.exit_code_of(error) == 0 or (directory / failure.file_name(place.rank)).exists():
+        return
+    failure.write_record(directory, failure.record(error, place.rank))
+    with contextlib.suppress(OSError):
+        line.failing()
+
+
+def _die_with_parent() -> None:
+    """Have the kernel kill this process when the one that forked it (the fork server) dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _quiet() -> None:
+    """Keep torch's agent code in this process off the console; what it would say is in the report."""
+    logging.getLogger("torch.distributed.elastic").propagate = False
+
+
+def check_backend(backend: str) -> None:
+    """Raise MachineError if this torch cannot use a backend."""
+    if not dist.is_backend_available(backend):
+        raise MachineError(
+            f"this torch has no backend {backend!r}. Use --backend gloo, which every torch build has, or "
+            "leave --backend out."
+        )
