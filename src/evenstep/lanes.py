@@ -122,9 +122,8 @@ class Lanes:
         try:
             with self.model.no_sync() if held_back else contextlib.nullcontext():  # type: ignore[operator]
                 yield
-        except BaseException:
+        finally:
             self._staging.rollback()
-            raise
         self._turn += 1
 
     def skip(self) -> None:
@@ -148,8 +147,6 @@ class Lanes:
             vector[_LOSS] = loss.detach()
             vector[_COUNT] = count
             self._staging.take(share, vector[_NUM_TOTALS:])
-        else:
-            self._staging.rollback()
         is_last = self._turn == len(self._merges) - 1
         if is_last:
             vector[_STOP] = float(stop)
@@ -163,7 +160,6 @@ class Lanes:
         is_last = self._turn == len(self._merges) - 1
         missing = [i for i, g in enumerate(gradients) if g is None]
         if missing and not self._allow_unused:
-            self._staging.rollback()
             raise _unused_error([self._names[i] for i in missing])
         if self._size and self._allow_unused:
             used = [g is not None for g in gradients]
@@ -199,10 +195,6 @@ class Lanes:
             raise self._thread.error
         return Totals(total[_LOSS], total[_COUNT], total[_STOP])
 
-    def rollback(self) -> None:
-        """Give the step up: the model's state is what it was before ``begin``."""
-        self._staging.rollback()
-
     def commit(self) -> None:
         """Make the running statistics of this step the model's."""
         self._staging.commit(self._running)
@@ -233,8 +225,17 @@ class Lanes:
 
         return wait
 
-    def _hook(self, _state: object, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Reduce one bucket of DDP. Called by backward, bucket by bucket, in the same order on every rank."""
+    # DDP checks the annotations of a hook, and cannot read them where they are strings: so there are none.
+    def _hook(self, _state, bucket):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
+        """Reduce one bucket of DDP. Called by backward, bucket by bucket, in the same order on every rank.
+
+        Args:
+            _state: not used.
+            bucket: torch.distributed.GradBucket.
+
+        Returns:
+            torch.futures.Future of the reduced buffer.
+        """
         buffer, gradients = bucket.buffer(), bucket.gradients()
         index = [self._index[id(p)] for p in bucket.parameters()]
         if not self._size:

@@ -39,7 +39,10 @@ class NormStaging:
         return sum(buffer.numel() for buffer in self._floats)
 
     def take(self, share: float, out: Tensor) -> None:
-        """Write the statistics after a lane's forward pass, times ``share``; restore the old ones.
+        """Write the statistics after a lane's forward pass, times ``share``.
+
+        ``rollback`` has to follow, but only after the backward pass: autograd has saved the buffers for it,
+        and would notice that they changed.
 
         Args:
             share: the lane's part of the global batch's samples, 0 to 1.
@@ -49,7 +52,6 @@ class NormStaging:
             return
         torch.cat([buffer.detach().reshape(-1).double() for buffer in self._floats], out=out)
         out.mul_(share)
-        self.rollback()
 
     def rollback(self) -> None:
         """Put the statistics back to what they were before the step."""

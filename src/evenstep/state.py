@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from evenstep import checkpoint
+from evenstep.data.batch import Batch
 from evenstep.errors import CheckpointError, ConfigError, DivergedError
 from evenstep.lanes import Lanes
 from evenstep.optim import Schedule, apply_schedule
@@ -121,6 +122,8 @@ class TrainState:
         self.epoch = 0
         self.epoch_step = 0
         self.meta: dict[str, Any] = {}
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._loss_samples = 0
         self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
         called: Any = torch.compile(self.model) if compile else self.model
@@ -149,21 +152,25 @@ class TrainState:
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which the forward pass runs."""
-        if self.precision == "fp32":
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=_AUTOCAST[self.precision])
+        return autocast(self.precision, self.device)
+
+    @property
+    def train_loss(self) -> float | None:
+        """The mean training loss over the samples of the current epoch, or of the one just finished."""
+        return float(self._loss_sum) / self._loss_samples if self._loss_samples else None
 
     @property
     def evaluated_model(self) -> nn.Module:
         """The model that is evaluated and shown: the moving average if there is one, else the model."""
         return self.model if self.ema is None else self.ema
 
-    def commit(self, *, count: float, last_in_epoch: bool) -> tuple[float, float | None]:
+    def commit(self, batch: Batch, loss: Tensor, count: float) -> tuple[float, float | None]:
         """Turn the reduced gradient into the next state. Local: nothing is communicated.
 
         Args:
+            batch: this step's batch.
+            loss: its mean loss.
             count: what the gradient has to be divided by; 0 if it is a mean already.
-            last_in_epoch: whether the epoch ends with this step.
 
         Returns:
             The learning rate of the first group in this step, and the gradient's norm if it is clipped.
@@ -190,11 +197,8 @@ class TrainState:
         self.lanes.commit()
         if self._averaged is not None:
             self._averaged.update_parameters(self.model)
-        self.step += 1
-        self.epoch, self.epoch_step = (
-            (self.epoch + 1, 0) if last_in_epoch else (self.epoch, self.epoch_step + 1)
-        )
-        is_due = self.schedule_every == "step" or last_in_epoch
+        self._count_step(batch, loss)
+        is_due = self.schedule_every == "step" or batch.last_in_epoch
         if (
             is_due
             and isinstance(self.schedule, LRScheduler)
@@ -203,10 +207,27 @@ class TrainState:
             self.schedule.step()
         return lr, grad_norm
 
+    def _count_step(self, batch: Batch, loss: Tensor) -> None:
+        if self.epoch_step == 0:
+            self._loss_sum, self._loss_samples = torch.zeros_like(loss), 0
+        self._loss_sum = self._loss_sum + loss * batch.size
+        self._loss_samples += batch.size
+        self.step += 1
+        if batch.last_in_epoch:
+            self.epoch, self.epoch_step = self.epoch + 1, 0
+        else:
+            self.epoch_step += 1
+
     def training_state(self) -> dict[str, Any]:
         """Return everything but the model's weights, as plain values and tensors."""
         return {
-            "position": {"step": self.step, "epoch": self.epoch, "epoch_step": self.epoch_step},
+            "position": {
+                "step": self.step,
+                "epoch": self.epoch,
+                "epoch_step": self.epoch_step,
+                "loss_sum": float(self._loss_sum),
+                "loss_samples": self._loss_samples,
+            },
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict() if isinstance(self.schedule, LRScheduler) else None,
             "scaler": self.scaler.state_dict(),
@@ -269,6 +290,8 @@ class TrainState:
                 extra.load_state_dict(training["extras"][name])
             position = training["position"]
             self.step, self.epoch, self.epoch_step = (position[k] for k in ("step", "epoch", "epoch_step"))
+            self._loss_sum = torch.tensor(position["loss_sum"], dtype=torch.float64, device=self.device)
+            self._loss_samples = position["loss_samples"]
         except (KeyError, ValueError, RuntimeError) as error:
             raise CheckpointError(
                 f"{path} does not fit this run: {error}. It was saved with another optimizer, schedule or "
@@ -285,6 +308,13 @@ class TrainState:
             return
         logger.warning("the checkpoint has no moving average: it begins with the checkpoint's weights")
         self._averaged.module.load_state_dict(self.model.state_dict())
+
+
+def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Return the context in which a forward pass of ``precision`` runs."""
+    if precision == "fp32":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=_AUTOCAST[precision])
 
 
 def _device_name(device: torch.device) -> str:

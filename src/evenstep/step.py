@@ -73,9 +73,8 @@ def train_step(state: TrainState, batch: Batch, loss: Loss) -> StepResult:
     totals = lanes.finish()
     mean = totals.loss / totals.count if totals.count else totals.loss
     if not torch.isfinite(mean):
-        lanes.rollback()
         _raise_diverged(state, batch, mean, own_losses)
-    lr, grad_norm = state.commit(count=float(totals.count), last_in_epoch=batch.last_in_epoch)
+    lr, grad_norm = state.commit(batch, mean, float(totals.count))
     if totals.stop:
         _raise_stopped(state, totals)
     return StepResult(batch.step, mean, lr, grad_norm)

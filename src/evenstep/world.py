@@ -72,6 +72,8 @@ class World:
     resume: bool = False
     restart: int = 0
     """How often the workers of this launch were restarted before this one was started."""
+    started: float | None = None
+    """When the run was launched, as ``time.time()`` gives it."""
     channel: Channel = field(default_factory=NoParent, compare=False, repr=False)
     stop: threading.Event = field(default_factory=threading.Event, compare=False, repr=False)
     """Set by a signal handler: this process wishes to stop. All ranks then stop after the same step."""

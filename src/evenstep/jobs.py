@@ -1,0 +1,238 @@
+"""What every worker of ``evenstep train`` and ``evenstep eval`` runs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from evenstep import checkpoint
+from evenstep.config import TrainConfig, to_flat
+from evenstep.data import Augment, ImageArrays, Loader
+from evenstep.data.loader import num_samples
+from evenstep.data.sources import Source, open_source
+from evenstep.errors import ConfigError
+from evenstep.evaluate import evaluate
+from evenstep.fit import Cadence, fit
+from evenstep.metrics import classification, cross_entropy, weights_sha256
+from evenstep.models import build, num_parameters
+from evenstep.optim import make_optimizer, make_schedule
+from evenstep.reporter import Facts, Reporter
+from evenstep.state import TrainState, autocast
+from evenstep.world import World
+
+EVAL_CHUNK = 250
+"""Samples a chunk of the evaluation; fixed, because it is part of the bits."""
+
+
+def train_job(world: World, config: TrainConfig) -> dict[str, Any]:
+    """Train and evaluate a classifier. Collective: every rank must call.
+
+    Args:
+        world: this process.
+        config: the options.
+
+    Returns:
+        What ``evenstep train --json`` prints; the same on every rank, but for times.
+    """
+    source = open_source(config.data.data, data_dir=config.data.data_dir, cache_dir=config.data.cache_dir)
+    optim = config.optim
+    with Reporter(config, world) as reporter, _loader(config, source, world) as loader:
+        state = _state(config, source, loader.steps_per_epoch, world)
+        reporter.start(_facts(config, source, loader, state))
+        result = fit(
+            state,
+            loader,
+            cross_entropy(optim.label_smoothing),
+            epochs=optim.epochs,
+            steps=optim.steps,
+            evaluation=_evaluation(config, source, state),
+            cadence=Cadence(
+                evaluate_every=config.output.evaluate_every,
+                checkpoint_every=config.output.checkpoint_every,
+                checkpoint_every_steps=config.output.checkpoint_every_steps,
+                keep=config.output.keep,
+            ),
+            watcher=reporter,
+        )
+    now, begun = time.time(), world.started or time.time()
+    return {
+        "run_dir": world.run_dir,
+        "step": state.step,
+        "epoch": state.epoch,
+        "world_size": world.world_size,
+        "lanes": world.lanes,
+        "batch_size": optim.batch_size,
+        "train_loss": state.train_loss,
+        **_test_values(result.metrics),
+        "weights_sha256": weights_sha256(state.model.state_dict()),
+        "images_per_s": result.images_per_s,
+        "first_step_s": None if result.first_step_at is None else result.first_step_at - begun,
+        "wall_s": now - begun,
+        "restarts": world.restart,
+        "steps_lost": 0,
+        "mode": world.mode,
+        "numerics": asdict(state.numerics),
+    }
+
+
+def eval_job(world: World, config: TrainConfig, path: str) -> dict[str, Any]:
+    """Evaluate a checkpoint. Collective: every rank must call.
+
+    Args:
+        world: this process.
+        config: the options of the run that wrote the checkpoint.
+        path: the checkpoint's directory.
+
+    Returns:
+        What ``evenstep eval --json`` prints; the same on every rank.
+    """
+    source = open_source(config.data.data, data_dir=config.data.data_dir, cache_dir=config.data.cache_dir)
+    saved = checkpoint.load(path)
+    model = _model(config, source)
+    checkpoint.load_into(model, saved)
+    digest = weights_sha256(model.state_dict())
+    average = saved.training.get("averaged")
+    if average is not None:
+        prefix = "module."
+        weights = {
+            key.removeprefix(prefix): value for key, value in average.items() if key.startswith(prefix)
+        }
+        model.load_state_dict(weights)
+    if source.test is None:
+        raise ConfigError(f"the data {config.data.data!r} has no test set, so there is nothing to evaluate.")
+    device = torch.device(world.device)
+    metrics = evaluate(
+        model.to(device),
+        source.test,
+        classification,
+        chunk_size=EVAL_CHUNK,
+        context=lambda: autocast(config.model.precision, device),
+        **_loading(config, source),
+    )
+    return {
+        "run_dir": str(Path(path).parent.parent),
+        "checkpoint": path,
+        "step": saved.step,
+        "world_size": world.world_size,
+        **_test_values(metrics),
+        "weights_sha256": digest,
+    }
+
+
+def _test_values(metrics: dict[str, float]) -> dict[str, Any]:
+    return {
+        "test_accuracy": metrics.get("accuracy"),
+        "test_loss": metrics.get("loss"),
+        "test_samples": int(metrics.get("samples", 0)),
+    }
+
+
+def _model(config: TrainConfig, source: Source) -> nn.Module:
+    shape: dict[str, int] = {}
+    if isinstance(source.train, ImageArrays):
+        _, height, _, channels = source.train.images.shape
+        shape = {"in_channels": channels, "image_size": height}
+    num_classes = 10 if source.classes is None else len(source.classes)
+    return build(config.model.model, num_classes=num_classes, **shape)
+
+
+def _loading(config: TrainConfig, source: Source) -> dict[str, Any]:
+    """Return how samples are read, which is the same in training and in evaluation."""
+    if isinstance(source.train, ImageArrays):
+        train = source.train
+        return {"normalize": (train.mean, train.std) if config.data.augment else None}
+    return {"workers": config.data.workers}
+
+
+def _loader(config: TrainConfig, source: Source, world: World) -> Loader:
+    own = not isinstance(source.train, ImageArrays)
+    if own and config.data.augment:
+        raise ConfigError(
+            f"--augment works on images that evenstep decodes itself, but {config.data.data} gives a Dataset "
+            "of your own. Put the random transforms into its __getitem__ and leave out --augment."
+        )
+    return Loader(
+        source.train,
+        config.optim.batch_size,
+        augment=Augment() if config.data.augment else None,
+        world=world,
+        **_loading(config, source),
+    )
+
+
+def _state(config: TrainConfig, source: Source, steps_per_epoch: int | None, world: World) -> TrainState:
+    optim = config.optim
+    # To the device first: whether an optimizer can be fused depends on where the weights are.
+    model = _model(config, source).to(world.device)
+    optimizer = make_optimizer(
+        model,
+        optim.optimizer,
+        lr=optim.lr,
+        momentum=optim.momentum,
+        nesterov=optim.nesterov,
+        weight_decay=optim.weight_decay,
+    )
+    schedule = make_schedule(
+        optim.lr_schedule,
+        epochs=optim.epochs,
+        steps_per_epoch=steps_per_epoch,
+        decay=optim.lr_decay,
+        decay_epochs=optim.lr_decay_epochs,
+        warmup_epochs=optim.warmup_epochs,
+    )
+    state = TrainState(
+        model,
+        optimizer,
+        schedule=schedule,
+        clip_norm=optim.clip_norm,
+        ema_decay=optim.ema_decay,
+        precision=config.model.precision,
+        unused_parameters=config.model.unused_parameters,
+        compile=config.model.compile,
+        world=world,
+    )
+    state.meta = {"config": to_flat(config), "classes": list(source.classes or ())}
+    return state
+
+
+def _evaluation(
+    config: TrainConfig, source: Source, state: TrainState
+) -> Callable[[], dict[str, float]] | None:
+    if source.test is None:
+        return None
+    return lambda: evaluate(
+        state.evaluated_model,
+        source.test,
+        classification,
+        chunk_size=EVAL_CHUNK,
+        context=state.autocast,
+        world=state.world,
+        **_loading(config, source),
+    )
+
+
+def _facts(config: TrainConfig, source: Source, loader: Loader, state: TrainState) -> Facts:
+    per_epoch = loader.steps_per_epoch
+    ends = [None if per_epoch is None else per_epoch * config.optim.epochs, config.optim.steps]
+    return Facts(
+        data=source.name,
+        train_samples=loader.num_samples,
+        test_samples=None if source.test is None else num_samples(source.test),
+        steps_per_epoch=per_epoch,
+        total_steps=int(min((end for end in ends if end is not None), default=math.inf))
+        if any(end is not None for end in ends)
+        else None,
+        num_parameters=num_parameters(state.model)[0],
+        groups=state.optimizer.param_groups,
+        lr=state.base_lrs[0],
+        start_step=state.step,
+        start_epoch=state.epoch,
+        data_note=source.note,
+    )
