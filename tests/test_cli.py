@@ -150,6 +150,12 @@ def test_train_launches_the_job_with_the_config(calls, tmp_path, capsys):
     assert capsys.readouterr().out.startswith("test accuracy 50.00 % (10 images")
 
 
+@pytest.mark.parametrize("argv", [["train", "--sed", "1"], ["eval"], ["eval", "--run-dir", "none"]])
+def test_no_fork_server_starts_for_a_mistyped_flag(calls, argv):
+    assert cli.main(argv) in (2, 4)
+    assert calls == []
+
+
 def test_json_is_the_last_line_of_stdout(calls, capsys):
     assert cli.main(["train", "--json", "--smoke-test"]) == 0
     out, err = capsys.readouterr()

@@ -87,6 +87,7 @@ def train(argv: Sequence[str]) -> int:
     """Run ``evenstep train``. Under torchrun every process runs this, and rank 0 speaks."""
     if options.wants_help(argv):
         options.parse(argv)
+    options.check_flags(argv)  # a mistyped flag is the likeliest error; no fork server for it
     place = _begin()
     asked = options.parse(argv)
     config = asked.config if place is None else _placed(asked.config, place)
@@ -109,10 +110,8 @@ def train(argv: Sequence[str]) -> int:
 
 def evaluate(argv: Sequence[str]) -> int:
     """Run ``evenstep eval``: the numbers of a checkpoint once more, on any number of processes."""
-    if options.wants_help(argv):
-        options.parse_eval(argv)
-    place = _begin()
     config, checkpoint = options.eval_config(options.parse_eval(argv))
+    place = _begin()
     if place is not None:
         config = _placed(config, place)
     _tell(config, (f"evaluating {checkpoint}",))

@@ -157,6 +157,11 @@ def parse(argv: Sequence[str], command: str = "train") -> Options:
     return make_smoke(options) if options.config.run.smoke_test else options
 
 
+def check_flags(argv: Sequence[str]) -> None:
+    """Raise ConfigError if a flag of ``evenstep train`` is unknown or lacks its value. Takes no time."""
+    scan_flags(argv, _keys(_TrainFlags), "evenstep train")
+
+
 def parse_eval(argv: Sequence[str]) -> EvalOptions:
     """Return the options of ``evenstep eval``; errors as :func:`parse`."""
     prog = "evenstep eval"
