@@ -21,6 +21,7 @@ import hashlib
 import json
 import math
 import os
+import pickle
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -356,6 +357,11 @@ def load(path: str | Path, *, map_location: str | torch.device = "cpu") -> Check
         model.update({key: model[kept] for key, kept in manifest["aliases"].items()})
         if not isinstance(training, dict):
             raise TypeError(f"{TRAINING} holds a {type(training).__name__}, not a dict")
+    except pickle.UnpicklingError:  # torch's own message advises to read the file without this protection
+        raise CheckpointError(
+            f"{path / TRAINING} holds objects whose reading would run code, so it was not read. evenstep "
+            f"never writes such a file: do not trust it. {_advice(path)}"
+        ) from None
     except Exception as error:  # whatever a reader makes of files that were tampered with
         raise CheckpointError(
             f"{path} has the SHA-256 that its manifest says, but cannot be read: {error}. It was made by "

@@ -158,10 +158,11 @@ def weights_sha256(state_dict: Mapping[str, Tensor]) -> str:
     """
     sha = hashlib.sha256()
     for key in sorted(state_dict):
-        tensor = state_dict[key].detach().cpu().contiguous()
+        tensor = state_dict[key].detach()
         sha.update(f"{key}{_dtype_name(tensor.dtype)}{tuple(tensor.shape)}".encode())
-        # Viewed as bytes, because numpy has no bfloat16; flat, because a 0-d tensor cannot be viewed so.
-        sha.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        # A flat copy with stride 1 whatever the tensor is like, as bytes, because numpy has no bfloat16.
+        values = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1))
+        sha.update(values.view(torch.uint8).numpy().data)
     return sha.hexdigest()
 
 
