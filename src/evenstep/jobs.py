@@ -14,8 +14,9 @@ from torch import nn
 
 from evenstep import checkpoint
 from evenstep.config import TrainConfig, to_flat
-from evenstep.data import Augment, ImageArrays, Loader
-from evenstep.data.loader import num_samples
+from evenstep.data.augment import Augment
+from evenstep.data.cache import ImageArrays
+from evenstep.data.loader import Loader, num_samples
 from evenstep.data.sources import Source, open_source
 from evenstep.errors import ConfigError
 from evenstep.evaluate import evaluate
