@@ -17,7 +17,6 @@ then renamed. So a checkpoint is there whole or not at all, wherever the writer 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -36,10 +35,18 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from evenstep.errors import CheckpointError, ConfigError, MachineError
+from evenstep.manifest import (
+    FORMAT_VERSION,
+    MANIFEST,
+    MODEL,
+    TRAINING,
+    advice,
+    check_sizes,
+    file_entry,
+    read_manifest,
+    sha256_of,
+)
 from evenstep.storable import plain_values, plain_weights
-
-FORMAT_VERSION = 1
-MODEL, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json"
 
 _NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
 _TEMPORARY = re.compile(r"\.tmp-step-\d+-(\d+)")
@@ -127,7 +134,9 @@ def save(
     target = parent / f"step-{step:08d}"
     temporary = parent / f".tmp-step-{step:08d}-{os.getpid()}"
     with _write_errors(target):
-        parent.mkdir(parents=True, exist_ok=True)
+        if not parent.is_dir():
+            parent.mkdir(parents=True)
+            _flush(parent.parent)
         _clean(parent)
         try:
             temporary.mkdir()
@@ -140,7 +149,7 @@ def save(
                 "step": step,
                 "score": None if score is None or math.isnan(score) else float(score),
                 "meta": plain_meta,
-                "files": {name: _file_entry(temporary / name) for name in (MODEL, TRAINING)},
+                "files": {name: file_entry(temporary / name) for name in (MODEL, TRAINING)},
                 "aliases": aliases,
             }
             (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
@@ -158,7 +167,7 @@ def _put_in_place(temporary: Path, target: Path, manifest: dict[str, Any]) -> No
     """Give a finished directory its name, in place of one that may be there."""
     parent = target.parent
     if target.exists():
-        same = not verify(target) and _read_manifest(target)["files"] == manifest["files"]
+        same = not verify(target) and read_manifest(target)["files"] == manifest["files"]
         if same:
             os.replace(temporary / MANIFEST, target / MANIFEST)
             _flush(target)
@@ -186,18 +195,6 @@ def _write_errors(target: Path) -> Iterator[None]:
             "checkpoints are untouched. Free some space or correct the permissions and go on with --resume; "
             "--keep 1 needs the least space, --run-dir chooses another place."
         ) from error
-
-
-def _file_entry(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-
-
-def _sha256(path: Path) -> str:
-    sha = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            sha.update(block)
-    return sha.hexdigest()
 
 
 def _flush(path: Path) -> None:
@@ -279,8 +276,8 @@ def _info(path: Path) -> CheckpointInfo:
     match = _NAME.fullmatch(path.name)
     step = int(match[1]) if match else -1
     try:
-        manifest = _read_manifest(path)
-        _check_sizes(path, manifest)
+        manifest = read_manifest(path)
+        check_sizes(path, manifest)
     except CheckpointError as error:
         return CheckpointInfo(path, step, _size(path), None, {}, str(error))
     return CheckpointInfo(path, step, _size(path), manifest["score"], manifest["meta"], None)
@@ -318,17 +315,17 @@ def verify(path: str | Path) -> list[str]:
     """
     path = Path(path)
     try:
-        manifest = _read_manifest(path)
-        _check_sizes(path, manifest)
+        manifest = read_manifest(path)
+        check_sizes(path, manifest)
     except CheckpointError as error:
         return [str(error)]
     problems = []
     for name, entry in manifest["files"].items():
-        found = _sha256(path / name)
+        found = sha256_of(path / name)
         if found != entry["sha256"]:
             problems.append(
                 f"{path / name} is damaged: its SHA-256 is {found}, but {entry['sha256']} was written. "
-                f"{_advice(path)}"
+                f"{advice(path)}"
             )
     return problems
 
@@ -347,7 +344,7 @@ def load(path: str | Path, *, map_location: str | torch.device = "cpu") -> Check
             not hold.
     """
     path = Path(path)
-    manifest = _read_manifest(path)
+    manifest = read_manifest(path)
     problems = verify(path)
     if problems:
         raise CheckpointError("\n".join(problems))
@@ -360,67 +357,14 @@ def load(path: str | Path, *, map_location: str | torch.device = "cpu") -> Check
     except pickle.UnpicklingError:  # torch's own message advises to read the file without this protection
         raise CheckpointError(
             f"{path / TRAINING} holds objects whose reading would run code, so it was not read. evenstep "
-            f"never writes such a file: do not trust it. {_advice(path)}"
+            f"never writes such a file: do not trust it. {advice(path)}"
         ) from None
     except Exception as error:  # whatever a reader makes of files that were tampered with
         raise CheckpointError(
             f"{path} has the SHA-256 that its manifest says, but cannot be read: {error}. It was made by "
-            f"something else, or changed on purpose. {_advice(path)}"
+            f"something else, or changed on purpose. {advice(path)}"
         ) from error
     return Checkpoint(path, manifest["step"], manifest["meta"], model, training)
-
-
-def _advice(path: Path) -> str:
-    return f"Remove {path} and go on from an older checkpoint with --resume."
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest, checked for everything that the code relies on."""
-    if not path.is_dir():
-        others = ", ".join(sorted(p.name for p in path.parent.glob("step-*"))[-5:]) or "none"
-        raise CheckpointError(
-            f"there is no checkpoint {path}; {path.parent} has: {others}. Correct the path or --run-dir."
-        )
-    file = path / MANIFEST
-    try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{file} is missing, so {path} is not whole. {_advice(path)}") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}. {_advice(path)}") from None
-    version = manifest.get("format_version") if isinstance(manifest, dict) else None
-    if version != FORMAT_VERSION:
-        raise CheckpointError(
-            f"{file} has format_version {version!r}; this evenstep reads {FORMAT_VERSION}. Use the "
-            "evenstep that wrote it."
-        )
-    try:
-        entries = {name: (type(e["bytes"]), type(e["sha256"])) for name, e in manifest["files"].items()}
-        kinds = [type(manifest[key]) for key in ("step", "meta", "aliases")]
-        whole = (
-            entries == {MODEL: (int, str), TRAINING: (int, str)}
-            and kinds == [int, dict, dict]
-            and isinstance(manifest["score"], (float, type(None)))
-        )
-    except (KeyError, TypeError, AttributeError):
-        whole = False
-    if not whole:
-        raise CheckpointError(
-            f"{file} lacks some of format_version, step, score, meta, files, aliases. {_advice(path)}"
-        )
-    return manifest  # type: ignore[no-any-return]  # a dict, as checked above
-
-
-def _check_sizes(path: Path, manifest: dict[str, Any]) -> None:
-    for name, entry in manifest["files"].items():
-        try:
-            size = (path / name).stat().st_size
-        except OSError as error:
-            raise CheckpointError(f"{path / name} is missing: {error.strerror}. {_advice(path)}") from None
-        if size != entry["bytes"]:
-            raise CheckpointError(
-                f"{path / name} has {size:,} bytes, but {entry['bytes']:,} were written. {_advice(path)}"
-            )
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -1,0 +1,87 @@
+"""The manifest of a checkpoint: which files it has, and whether they are as they were written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from evenstep.errors import CheckpointError
+
+FORMAT_VERSION = 1
+MODEL, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json"
+
+
+def file_entry(path: Path) -> dict[str, Any]:
+    """Return what the manifest says of a file: its size in bytes and its SHA-256."""
+    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file's contents, as hexadecimal digits."""
+    sha = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            sha.update(block)
+    return sha.hexdigest()
+
+
+def advice(path: Path) -> str:
+    """Return what to do about a damaged checkpoint, for the messages."""
+    return f"Remove {path} and go on from an older checkpoint with --resume."
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Return the manifest of the checkpoint in ``path``, checked for everything that the code relies on.
+
+    Raises:
+        CheckpointError: there is no such directory or manifest, or the manifest is damaged or of another
+            format.
+    """
+    if not path.is_dir():
+        others = ", ".join(sorted(p.name for p in path.parent.glob("step-*"))[-5:]) or "none"
+        raise CheckpointError(
+            f"there is no checkpoint {path}; {path.parent} has: {others}. Correct the path or --run-dir."
+        )
+    file = path / MANIFEST
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{file} is missing, so {path} is not whole. {advice(path)}") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}. {advice(path)}") from None
+    version = manifest.get("format_version") if isinstance(manifest, dict) else None
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{file} has format_version {version!r}; this evenstep reads {FORMAT_VERSION}. Use the "
+            "evenstep that wrote it."
+        )
+    try:
+        entries = {name: (type(e["bytes"]), type(e["sha256"])) for name, e in manifest["files"].items()}
+        kinds = [type(manifest[key]) for key in ("step", "meta", "aliases")]
+        whole = (
+            entries == {MODEL: (int, str), TRAINING: (int, str)}
+            and kinds == [int, dict, dict]
+            and isinstance(manifest["score"], (float, type(None)))
+        )
+    except (KeyError, TypeError, AttributeError):
+        whole = False
+    if not whole:
+        raise CheckpointError(
+            f"{file} lacks some of format_version, step, score, meta, files, aliases. {advice(path)}"
+        )
+    return manifest  # type: ignore[no-any-return]  # a dict, as checked above
+
+
+def check_sizes(path: Path, manifest: dict[str, Any]) -> None:
+    """Raise CheckpointError if a file of the checkpoint in ``path`` is missing or has another size."""
+    for name, entry in manifest["files"].items():
+        try:
+            size = (path / name).stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"{path / name} is missing: {error.strerror}. {advice(path)}") from None
+        if size != entry["bytes"]:
+            raise CheckpointError(
+                f"{path / name} has {size:,} bytes, but {entry['bytes']:,} were written. {advice(path)}"
+            )
