@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -75,11 +76,23 @@ class ImageArrays:
 
         return to_tensor(np.array(self.images[index])[None])[0], int(self.labels[index])
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # np.memmap pickles its content; a process that is handed a dataset must map the file instead.
+        images: Any = self.images
+        # A part of a map has the whole map as its base, and its file name is of no use.
+        if isinstance(images, np.memmap) and isinstance(images.base, mmap.mmap) and images.filename:
+            images = Path(images.filename)
+        return _restored, (images, self.labels, self.classes, self.mean, self.std, self.fingerprint)
+
     def gather(self, indices: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return copies of some samples: uint8 images (n, H, W, C) and int64 labels (n,)."""
         rows = np.asarray(indices, dtype=np.int64)
         # np.asarray: a plain array, so that indexing skips the bookkeeping of np.memmap.
         return np.asarray(self.images)[rows], np.asarray(self.labels)[rows].astype(np.int64, copy=False)
+
+
+def _restored(images: Any, *others: Any) -> ImageArrays:
+    return ImageArrays(np.load(images, mmap_mode="r") if isinstance(images, Path) else images, *others)
 
 
 @dataclass(frozen=True, eq=False)

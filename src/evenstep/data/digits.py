@@ -18,11 +18,14 @@ _TEST_EVERY = 5
 
 
 def load() -> tuple[ImageArrays, ImageArrays]:
-    """Return (train, test): 1,438 and 359 images, uint8 32x32x3. Every fifth image is a test image."""
+    """Return (train, test): 1,442 and 355 images, uint8 32x32x3. Every fifth image of a class is for testing."""
     resource = importlib.resources.files("evenstep.data").joinpath("digits.npz")
     with importlib.resources.as_file(resource) as path, np.load(path) as file:
         images, labels = enlarge(file["images"]), file["labels"].astype(np.int64)
-    is_test = np.arange(len(images)) % _TEST_EVERY == _TEST_EVERY - 1
+    # Of each class, because the file repeats 0 to 9 in long stretches, which every fifth image would follow.
+    is_test = np.zeros(len(images), dtype=bool)
+    for digit in range(10):
+        is_test[np.flatnonzero(labels == digit)[_TEST_EVERY - 1 :: _TEST_EVERY]] = True
     mean, std = statistics([images[~is_test]])
     classes = tuple(str(digit) for digit in range(10))
     train, test = (

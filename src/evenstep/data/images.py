@@ -189,8 +189,9 @@ def _guarded(path: Path, members: Iterator[tuple[Member, Read]]) -> Iterator[tup
 
 
 def _damaged(path: Path, last: str, error: Exception) -> DataError:
+    what = (str(error) or type(error).__name__).splitlines()[0].strip(" :")
     return DataError(
-        f"{path} cannot be read {last}: {error}. A data set with a part missing would be another data set, "
+        f"{path} cannot be read {last}: {what}. A data set with a part missing would be another data set, "
         "so nothing of it is used. Copy or download it again."
     )
 
@@ -279,7 +280,9 @@ def decode_npz(path: Path) -> Decoded:
     """
     names = ("x_train", "y_train", "x_test", "y_test")
     try:
-        with np.load(path) as file:
+        if not zipfile.is_zipfile(path):
+            raise ValueError("it is not a whole .npz file (a zip archive of arrays)")
+        with path.open("rb") as raw, np.load(raw) as file:  # np.load does not close a damaged file itself
             missing = [name for name in names if name not in file.files]
             if missing:
                 raise DataError(
@@ -287,7 +290,7 @@ def decode_npz(path: Path) -> Decoded:
                     f"{', '.join(file.files) or 'nothing'}. It needs x_train, y_train, x_test and y_test; "
                     "save it with numpy.savez(path, x_train=..., y_train=...)."
                 )
-            arrays = {name: file[name] for name in names}
+            arrays = {name: np.asarray(file[name]) for name in names}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"{path} cannot be read: {error}. Copy or make it again.") from error
     images = {split: _npz_images(path, f"x_{split}", arrays[f"x_{split}"]) for split in SPLITS}

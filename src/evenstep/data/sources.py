@@ -171,7 +171,7 @@ def _prepare_auto(*, data_dir: Directory, cache_dir: Directory | None, quiet: bo
             problem = f"it cannot be downloaded ({error.__cause__ or error})"
     note = (
         f"CIFAR-10 is not in {os.fspath(data_dir)!r} and {problem}: using the small built-in digits instead "
-        "(1,438 training images). Accuracies are not comparable with CIFAR-10. --data cifar10 makes this an "
+        "(1,442 training images). Accuracies are not comparable with CIFAR-10. --data cifar10 makes this an "
         "error; --data digits takes them without this note."
     )
     return Prepared("digits", "digits", None, note)
