@@ -30,6 +30,7 @@ from evenstep.channel import Peer, Server
 from evenstep.errors import EvenstepError, StoppedError, WorkerError
 
 MONITOR_INTERVAL_S = 0.02
+_MAX_PARENT = 70  # a socket's path may have 107 characters on Linux, 103 elsewhere
 _SPEC_LOCK = threading.Lock()
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 
@@ -78,7 +79,7 @@ class Run:
         self._children: list[multiprocessing.process.BaseProcess] = []
         self._hidden = contextlib.ExitStack()
         self._key = secrets.token_bytes(32)
-        self.directory = tempfile.mkdtemp(prefix="evenstep-")  # readable by this user only
+        self.directory = private_directory()
         try:
             Path(self.directory, "program.pkl").write_bytes(plan.payload)
             self.server = Server(
@@ -146,7 +147,8 @@ class Run:
             pass
         except SignalException as error:
             raise self._signalled(error.sigval) from None
-        raise self._error(exits) from None
+        failed = self._error(exits)
+        raise failed from failed.__cause__
 
     def _config(self) -> LaunchConfig:
         return LaunchConfig(
@@ -188,16 +190,22 @@ class Run:
         return failure.read_records(Path(self.directory, f"start-{self._restart}"))
 
     def _exits(self, peers: dict[int, Peer]) -> dict[int, int]:
-        """Return the exit codes of the workers that have ended, by rank."""
+        """Return the exit codes of the workers that have ended without finishing, by rank."""
         codes = {child.pid: child.exitcode for child in self._children}
-        return {rank: code for rank, peer in peers.items() if (code := codes.get(peer.pid)) is not None}
+        found = ((rank, codes.get(peer.pid), peer.done) for rank, peer in peers.items())
+        return {rank: code for rank, code, done in found if code is not None and not (done and code == 0)}
 
     def _may_restart(self) -> bool:
-        """Whether a new start can help: after a death or a lost peer, but not after an error in the code."""
+        """Whether a new start can help: after a death or a lost peer.
+
+        It cannot after an error in the code, and is not wanted after a stop that was asked for.
+        """
         records = self._records()
         peers = self.server.peers
         first = failure.first_failure(records, self._exits(peers), _deaths(peers))
-        return first is None or first.record is None or first.record.secondary
+        if first is None or first.record is None:
+            return True
+        return first.record.secondary and first.record.kind != StoppedError.__name__
 
     def _error(self, exits: dict[int, int]) -> EvenstepError:
         if self._stopped:
@@ -235,6 +243,12 @@ class Run:
         if saved:
             return StoppedError(saved[0].message)
         return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+
+
+def private_directory() -> str:
+    """Make a directory that only this user can enter, with a name short enough for a Unix socket in it."""
+    parent = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="evenstep-", dir=parent if len(parent) <= _MAX_PARENT else "/tmp")
 
 
 class _Starts(LogsSpecs):

@@ -97,7 +97,8 @@ class Server:
         with self._lock:
             self._restart = restart
             self._peers = {}
-            self._backlog = []
+            if restart > 0:
+                self._backlog = []
             self.values = {}
             self._reaper = None
 

@@ -147,7 +147,7 @@ def first_failure(
 
     Args:
         records: the workers' records.
-        exits: exit codes by rank, -N for a death by signal N.
+        exits: exit codes of the ranks that did not finish, -N for a death by signal N.
         deaths: when the ranks ended, as ``time.time()``.
     """
     deaths = deaths or {}
@@ -156,9 +156,9 @@ def first_failure(
     silent = [
         First(rank, deaths.get(rank, float("inf")), code if code >= 0 else 128 - code)
         for rank, code in exits.items()
-        if rank not in by_rank and rank in exits
+        if rank not in by_rank
     ]
-    found += [death for death in silent if death.exit_code not in (0, 128 + signal.SIGTERM)]
+    found += [death for death in silent if death.exit_code != 128 + signal.SIGTERM]
     found = found or [First(r.rank, r.time, r.exit_code, r) for r in by_rank.values()] or silent
     return min(found, key=lambda failure: (failure.time, failure.rank), default=None)
 

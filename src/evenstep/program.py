@@ -6,15 +6,32 @@ Functions and classes of ``__main__`` travel whole; those of modules that can be
 from __future__ import annotations
 
 import inspect
+import io
 import types
+from collections import ChainMap
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import cloudpickle
 
 from evenstep.errors import ConfigError
 
 _MAX_DEPTH = 6
+
+
+def _reduce_code(code: types.CodeType) -> tuple[Any, ...]:
+    make, parts = cloudpickle.Pickler.dispatch_table[types.CodeType](code)[:2]
+    return make, tuple(
+        code.co_filename if isinstance(part, str) and part == "<dynamic-code>" else part for part in parts
+    )
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Cloudpickle, except that code keeps the name of its file, so that tracebacks show the user's lines."""
+
+    dispatch_table: ClassVar[Any] = ChainMap(
+        {types.CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table
+    )
 
 
 def dumps(main: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
@@ -28,7 +45,9 @@ def dumps(main: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
             f"launch: main is {main!r}, which cannot be called. Pass a function: launch(main, nproc=2)."
         )
     try:
-        return bytes(cloudpickle.dumps((main, args)))
+        buffer = io.BytesIO()
+        _Pickler(buffer).dump((main, args))
+        return buffer.getvalue()
     except Exception as error:
         named = [(f"main ({getattr(main, '__qualname__', main)})", main)]
         named += [(f"argument {i} of main", arg) for i, arg in enumerate(args, start=1)]
