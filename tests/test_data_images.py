@@ -167,13 +167,36 @@ def test_a_member_that_points_outside_is_refused(tmp_path, name, member):
     assert list(tmp_path.rglob("evil.png")) == []
 
 
-def test_links_in_a_tar_are_not_followed(tmp_path):
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])
+def test_a_link_in_a_tar_is_not_followed(tmp_path, kind):
     path = write_tar(tmp_path / "set.tar", small_set())
     with tarfile.open(path, "a") as archive:
         link = tarfile.TarInfo("train/cat/link.png")
-        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        link.type, link.linkname = kind, "train/cat/x.png"
         archive.addfile(link)
-    assert len(decode(path, tmp_path).train.rows) == 3
+    with pytest.raises(DataError, match=r"train/cat/link\.png is a link .*tar --dereference"):
+        decode(path, tmp_path)
+
+
+def test_an_image_that_is_there_twice(tmp_path):
+    path = write_tar(tmp_path / "set.tar", small_set())
+    with tarfile.open(path, "a") as archive:
+        data = encoded(9)
+        info = tarfile.TarInfo("train/cat/x.png")
+        info.size = len(data)
+        archive.addfile(info, io.BytesIO(data))
+    with pytest.raises(DataError, match=r"train/cat/x\.png is in it 2 times"):
+        decode(path, tmp_path)
+
+
+@pytest.mark.parametrize(("terminal", "quiet"), [(True, False), (True, True), (False, False)])
+def test_the_progress_bar_is_for_terminals(tmp_path, monkeypatch, terminal, quiet):
+    stderr = io.StringIO()
+    stderr.isatty = lambda: terminal
+    monkeypatch.setattr("sys.stderr", stderr)
+    (tmp_path / "work").mkdir()
+    decode_files(write_folder(tmp_path / "set", small_set()), tmp_path / "work", quiet=quiet)
+    assert ("decoding images" in stderr.getvalue()) == (terminal and not quiet)
 
 
 @pytest.mark.parametrize(

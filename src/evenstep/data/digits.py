@@ -18,7 +18,7 @@ _TEST_EVERY = 5
 
 
 def load() -> tuple[ImageArrays, ImageArrays]:
-    """Return (train, test): 1,442 and 355 images, uint8 32x32x3. Every fifth image of a class is for testing."""
+    """Return (train, test): 1,442 and 355 images, uint8 32x32x3. Every fifth of a class is a test image."""
     resource = importlib.resources.files("evenstep.data").joinpath("digits.npz")
     with importlib.resources.as_file(resource) as path, np.load(path) as file:
         images, labels = enlarge(file["images"]), file["labels"].astype(np.int64)

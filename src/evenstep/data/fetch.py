@@ -13,9 +13,9 @@ import itertools
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -58,9 +58,8 @@ class Request:
     parts: tuple[Part, ...]
 
 
-@dataclass(frozen=True)
-class Answer:
-    """One global batch of a stream.
+class Answer(NamedTuple):
+    """One global batch of a stream. A tuple, because DataLoader pins the memory of what is in tuples.
 
     Attributes:
         epoch: the epoch, from 0.
@@ -75,7 +74,7 @@ class Answer:
     epoch_step: int
     size: int
     last: bool
-    parts: tuple[Part, ...]
+    parts: Sequence[Part]
     data: list[Any]
 
 

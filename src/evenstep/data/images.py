@@ -14,7 +14,7 @@ import sys
 import tarfile
 import zipfile
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -122,8 +122,14 @@ def read_tar(path: Path) -> Iterator[tuple[Member, Read]]:
     with tarfile.open(path) as archive:
         while (info := archive.next()) is not None:
             archive.members.clear()  # type: ignore[attr-defined]  # tarfile keeps all of them
-            if not info.isfile() or (image := member(info.name, str(path))) is None:
+            if info.isdir() or (image := member(info.name, str(path))) is None:
                 continue
+            if not info.isfile():
+                raise DataError(
+                    f"{path}: {image.path} is a link or a device, not a file. Links are not followed, and "
+                    "without it this would be another data set. Pack again with tar --dereference "
+                    "--hard-dereference."
+                )
             file = archive.extractfile(info)
             assert file is not None
             data = file.read()
@@ -242,6 +248,12 @@ def _progress(items: Iterable[Any], quiet: bool) -> Iterable[Any]:
 
 
 def _sorted(path: Path, members: list[Member], images: np.ndarray) -> Decoded:
+    image, count = Counter(members).most_common(1)[0]
+    if count > 1:
+        raise DataError(
+            f"{path}: {image.path} is in it {count} times. It is not clear which one is meant. Pack it again "
+            "with each image once."
+        )
     prefixes = sorted({image.prefix for image in members})
     if len(prefixes) > 1:
         raise DataError(

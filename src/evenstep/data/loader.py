@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -331,7 +331,7 @@ def _stream_chunk(number: int, size: int, *, world: World, chunk_size: int) -> t
     return (Part(number, size, tuple(range(number * chunk_size, number * chunk_size + size))),)
 
 
-def _lane_batches(parts: tuple[Part, ...], data: list[Any]) -> tuple[LaneBatch, ...]:
+def _lane_batches(parts: Sequence[Part], data: list[Any]) -> tuple[LaneBatch, ...]:
     return tuple(
         LaneBatch(part.number, part.size, value, part.ids) for part, value in zip(parts, data, strict=True)
     )
