@@ -37,7 +37,7 @@ $(BIN)/.dev: $(BIN)/.installed
 
 # CIFAR-10 if it is in ./data or can be downloaded, else the built-in digits; the first lines say which.
 train: $(BIN)/.installed
-	$(BIN)/evenstep train --data auto --batch-size 64 --lr-schedule cosine $(ARGS)
+	$(BIN)/evenstep train --data auto --batch-size 64 --optimizer adam --lr-schedule cosine $(ARGS)
 
 test: $(BIN)/.dev
 	$(BIN)/python -m pytest $(ARGS)
