@@ -50,11 +50,8 @@ class Totals:
 class Lanes:
     """The lanes of this process for one model: forward and backward go through here, the step around it not.
 
-    One step: ``begin``; for every own lane ``turn`` with ``after_forward`` and ``after_backward`` in it, or
+    One step: ``begin``; for every own lane ``turn`` with ``after_forward`` and ``backward`` in it, or
     ``skip``; ``finish``; then ``commit``. Collective: every rank must do the same.
-
-    Attributes:
-        model: what the loss function calls: the model itself, or DDP around it.
     """
 
     def __init__(self, module: nn.Module, world: World, *, unused_parameters: str = "error") -> None:
@@ -70,7 +67,7 @@ class Lanes:
         self._exact = world.mode == "exact"
         self._thread: CommunicationThread | None = None
         self._exchange = Exchange.of(world)
-        self.model: nn.Module = module
+        self._module = self._ddp = module
         if world.world_size > 1:
             # Direct: every collective is a single all-reduce, started by the thread that runs backward.
             self._direct = self._exchange.is_pair or not self._exact
@@ -81,9 +78,10 @@ class Lanes:
                     assert isinstance(group, dist.ProcessGroup)  # every rank is in it
                     self._exchange = Exchange.of(world, group)
                 self._thread = CommunicationThread(self._device)
-            self.model = _wrap(module, self._device, find_unused=self._allow_unused)
+            ddp = _wrap(module, self._device, find_unused=self._allow_unused)
             if self._exact:
-                self.model.register_comm_hook(None, self._hook)
+                ddp.register_comm_hook(None, self._hook)
+            self._ddp = ddp
 
     def close(self) -> None:
         """End the communication thread."""
@@ -110,21 +108,38 @@ class Lanes:
         self._used = torch.zeros(len(self._params), dtype=torch.uint8, device=self._device)
 
     @contextlib.contextmanager
-    def turn(self, size: int) -> Iterator[None]:
+    def turn(self, size: int) -> Iterator[nn.Module]:
         """Run the forward and the backward pass of the next own lane inside this block.
 
         Args:
             size: samples of the lane; 0 if its batch is a stand-in.
+
+        Yields:
+            What the loss function has to call: the model itself, or DDP around it.
         """
         self._size = size
-        is_last = self._turn == len(self._merges) - 1
-        held_back = isinstance(self.model, DistributedDataParallel) and not is_last
-        try:
-            with self.model.no_sync() if held_back else contextlib.nullcontext():  # type: ignore[operator]
-                yield
-        finally:
-            self._staging.rollback()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._staging.rollback)
+            if self._past_ddp:
+                yield self._module
+            else:
+                if isinstance(self._ddp, DistributedDataParallel) and not self._is_last:
+                    stack.enter_context(self._ddp.no_sync())
+                yield self._ddp
         self._turn += 1
+
+    @property
+    def _is_last(self) -> bool:
+        return self._turn == len(self._merges) - 1
+
+    @property
+    def _past_ddp(self) -> bool:
+        """Whether this lane goes past DDP.
+
+        DDP notes which parameters every backward pass used, and in the last one misses the gradients that
+        were taken away in between. It only looks where parameters may be unused.
+        """
+        return self._allow_unused and self._exact and self._world.world_size > 1 and not self._is_last
 
     def skip(self) -> None:
         """Let the next own lane pass: it has no samples and is not the last."""
@@ -147,27 +162,28 @@ class Lanes:
             vector[_LOSS] = loss.detach()
             vector[_COUNT] = count
             self._staging.take(share, vector[_NUM_TOTALS:])
-        is_last = self._turn == len(self._merges) - 1
-        if is_last:
+        if self._is_last:
             vector[_STOP] = float(stop)
         self._push(self._totals, [vector])
-        if is_last:
+        if self._is_last:
             self._pending = self._exchange_totals([entry[0] for entry in self._totals])
 
-    def after_backward(self) -> None:
-        """Take the lane's gradient away, unless it is the last lane's, which DDP has handled."""
-        gradients = [p.grad for p in self._params]
-        is_last = self._turn == len(self._merges) - 1
+    def backward(self, loss: Tensor) -> None:
+        """Compute the lane's gradient and take it away, unless it is the last lane's: that is DDP's."""
+        gradients: Sequence[Tensor | None]
+        if self._past_ddp:
+            gradients = torch.autograd.grad(loss, self._params, allow_unused=True)
+        else:
+            loss.backward()  # type: ignore[no-untyped-call]
+            gradients = [p.grad for p in self._params]
         missing = [i for i, g in enumerate(gradients) if g is None]
         if missing and not self._allow_unused:
             raise _unused_error([self._names[i] for i in missing])
         if self._size and self._allow_unused:
             used = [g is not None for g in gradients]
             self._used |= torch.tensor(used, dtype=torch.uint8, device=self._device)
-        if is_last and self._world.world_size > 1:
-            return
-        if not self._exact and self._world.world_size > 1:
-            return  # fast mode: .grad adds up in torch's own way
+        if self._world.world_size > 1 and (self._is_last or not self._exact):
+            return  # DDP has the last lane's; in fast mode .grad adds up in torch's own way
         filled = [
             torch.zeros_like(p) if g is None or not self._size else g
             for p, g in zip(self._params, gradients, strict=True)

@@ -62,14 +62,13 @@ def train_step(state: TrainState, batch: Batch, loss: Loss) -> StepResult:
             continue
         share = part.size / batch.size
         seed_step(world.seed, batch.step, part.lane, state.device)
-        with lanes.turn(part.size):
+        with lanes.turn(part.size) as model:
             with state.autocast():
-                value = loss(lanes.model, to_device(part.data, state.device))
+                value = loss(model, to_device(part.data, state.device))
                 total, count = value if isinstance(value, tuple) else (value * share, 0.0)
             own_losses[part.lane] = total.detach()
             lanes.after_forward(total, float(count), share, stop=world.stop.is_set())
-            state.scaler.scale(total * lanes.loss_scale).backward()  # type: ignore[no-untyped-call]
-            lanes.after_backward()
+            lanes.backward(state.scaler.scale(total * lanes.loss_scale))
     totals = lanes.finish()
     mean = totals.loss / totals.count if totals.count else totals.loss
     if not torch.isfinite(mean):
