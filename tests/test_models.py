@@ -69,6 +69,29 @@ def test_resnet9_has_nine_layers_with_weights():
     assert kinds == [nn.Conv2d] * 8 + [nn.Linear]
 
 
+def test_resnet9_computes_what_its_description_says():
+    torch.manual_seed(0)
+    model = models.resnet9(width=4).eval()
+
+    def block(x, layers):
+        conv, norm, _ = layers
+        x = nn.functional.conv2d(x, conv.weight, padding=1)
+        x = (x - norm.running_mean.view(-1, 1, 1)) / (norm.running_var.view(-1, 1, 1) + norm.eps).sqrt()
+        return (x * norm.weight.view(-1, 1, 1) + norm.bias.view(-1, 1, 1)).clamp(min=0)
+
+    def residual(x, module):
+        return x + block(block(x, module.block1), module.block2)
+
+    pool = nn.functional.max_pool2d
+    images = torch.randn(2, 3, 32, 32)
+    hidden = block(images, model.prep)
+    hidden = residual(pool(block(hidden, model.layer1[0]), 2), model.layer1[2])
+    hidden = pool(block(hidden, model.layer2[0]), 2)
+    hidden = residual(pool(block(hidden, model.layer3[0]), 2), model.layer3[2])
+    expected = pool(hidden, 4).flatten(1) @ model.linear.weight.T * 0.125
+    torch.testing.assert_close(model(images), expected)
+
+
 def test_resnet9_learns_to_tell_a_few_images_apart():
     torch.manual_seed(0)
     model = models.resnet9(width=8, num_classes=4)
