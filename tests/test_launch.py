@@ -3,6 +3,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -14,9 +15,8 @@ import pytest
 from conftest import descendants, gone_within
 from evenstep import world as worlds
 from evenstep.errors import ConfigError, DivergedError, MachineError, StoppedError, WorkerError
-from evenstep.launch import LaunchOptions, launch, port_owner
+from evenstep.launch import LaunchOptions, _nproc, launch, port_owner
 from evenstep.testing import run_ranks
-from evenstep.world import World
 
 CPU = {"device": "cpu", "threads": 1, "timeout_s": 30.0}
 
@@ -32,7 +32,8 @@ def run_script(text, *, stdin=False, path=None, command=(sys.executable,), **opt
 
 def start_script(path, text):
     path.write_text(textwrap.dedent(text))
-    return subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, str(path)], start_new_session=True, **pipes)
 
 
 # The value and the world
@@ -505,24 +506,51 @@ def alive(pids):
 def test_kill_9_of_the_launching_process_leaves_nothing_behind(tmp_path, own_temporary_directory):
     process, pids = started(tmp_path)
     everybody = [*descendants(process.pid), *pids]
+    (directory,) = Path(own_temporary_directory).glob("evenstep-*")
+    assert directory.stat().st_mode & 0o777 == 0o700
     with process:
         process.kill()
     assert not gone_within(lambda: alive(everybody), 5.0)
-    for left in Path(own_temporary_directory).glob("evenstep-*"):  # nobody was left to remove it
-        assert left.stat().st_mode & 0o777 == 0o700
-        for file in sorted(left.rglob("*"), reverse=True):
-            file.rmdir() if file.is_dir() else file.unlink()
-        left.rmdir()
+    assert not list(Path(own_temporary_directory).glob("evenstep-*"))
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)])
-def test_a_signal_ends_everything(number, code, tmp_path):
+def test_ctrl_c_ends_everything(tmp_path):
     process, pids = started(tmp_path)
     with process:
-        process.send_signal(number)
-        # Python itself ends by SIGINT after a KeyboardInterrupt, which a shell shows as 130.
-        assert process.wait(30) == code
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers, too
+        output, errors = process.communicate(timeout=30)
+    # Python itself ends by SIGINT after a KeyboardInterrupt, which a shell shows as 130.
+    assert process.returncode == -signal.SIGINT
+    assert "cleaned" in output
+    assert errors.count("Traceback") == 1
     assert not gone_within(lambda: alive(pids))
+
+
+def test_sigterm_ends_everything(tmp_path):
+    process, pids = started(tmp_path)
+    with process:
+        process.terminate()
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert errors == ""
+    assert not gone_within(lambda: alive(pids))
+
+
+FORGOTTEN = """
+    import time
+    from evenstep.launch import launch
+    handle = launch(lambda world: world.send(1) or time.sleep(600), nproc=1, device="cpu", join=False,
+                    on_message=lambda *_: got.append(1))
+    got = []
+    while not got:
+        time.sleep(0.05)
+"""
+
+
+def test_a_parent_that_forgets_its_handle_leaves_nothing_behind(tmp_path, own_temporary_directory):
+    done = run_script(FORGOTTEN, path=tmp_path / "script.py", timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not list(Path(own_temporary_directory).glob("evenstep-*"))
 
 
 TORCHRUN = """
@@ -556,5 +584,36 @@ def test_under_torchrun_a_process_is_a_worker_at_once(tmp_path):
     assert done.stderr.count("rank 1 failed: ValueError: wrong under torchrun") == 1
 
 
-def test_world_of_one_is_the_default():
-    assert worlds.current() == World()
+def test_a_handle_makes_no_sense_under_torchrun(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="join=False needs this process to launch the workers"):
+        launch(lambda world: None, join=False)
+
+
+def test_a_long_name_of_the_temporary_directory_does_not_matter(monkeypatch, tmp_path):
+    """A Unix socket's path may have about a hundred characters."""
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    assert launch(lambda world: 1, nproc=1, **CPU) == 1
+
+
+def test_run_ranks_ends_a_hanging_collective():
+    def main(world):
+        import torch
+
+        if world.rank == 0:
+            torch.distributed.barrier()
+        else:
+            world.receive()
+
+    with pytest.raises(WorkerError, match=r"rank 0 failed: .*imed out"):
+        run_ranks(main, 2, timeout_s=1.0)
+
+
+def test_auto_starts_no_more_processes_than_lanes():
+    options = LaunchOptions(lanes=1)
+    assert _nproc(options, num_gpus=8) == 1
+    assert _nproc(options, num_gpus=0) == 1
+    assert _nproc(LaunchOptions(), num_gpus=8) == 8

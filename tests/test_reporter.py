@@ -62,6 +62,11 @@ def test_the_banner_explains_no_choice_that_was_given():
     assert len(banner(config, world(), FACTS)) == 3
 
 
+def test_the_banner_says_that_lanes_limit_the_processes():
+    lines = banner(from_flat({"lanes": 2}), world(), FACTS)
+    assert any("at most 4, and no more than 2 lanes (--nproc)" in line for line in lines)
+
+
 def test_the_banner_says_where_a_resumed_run_goes_on():
     facts = Facts(**{**vars(FACTS), "start_step": 782, "start_epoch": 2})
     assert "going on from step 782 (epoch 2)" in banner(from_flat({}), world(), facts)

@@ -133,6 +133,11 @@ def launch(main: Callable[..., Any], *args: Any, **options: Any) -> Any:
     if world.placement() is not None:
         from evenstep import worker
 
+        if not opts.join:
+            raise ConfigError(
+                "launch: join=False needs this process to launch the workers, but it is a worker itself, started "
+                "by torchrun. Leave out join=False, or start the script with python."
+            )
         return worker.run_here(main, args, _setting(opts, started)[0])
     _check_master_port()
     warm_up(opts.threads)
@@ -268,7 +273,10 @@ def _setting(opts: LaunchOptions, started: float) -> tuple[Setting, int]:
 
 
 def _nproc(opts: LaunchOptions, num_gpus: int) -> int:
-    return (num_gpus or min(world.num_cores(), 4)) if opts.nproc == "auto" else opts.nproc
+    if opts.nproc != "auto":
+        return opts.nproc
+    found = num_gpus or min(world.num_cores(), 4)
+    return min(found, opts.lanes or found)  # a run resumed on a larger machine keeps its lanes
 
 
 def _check_master_port() -> None:

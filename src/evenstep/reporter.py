@@ -95,6 +95,8 @@ def _choices(config: TrainConfig, world: World) -> list[str]:
     on_gpu = world.device.startswith("cuda")
     if wanted.nproc == "auto":
         reason = "one per GPU" if on_gpu else f"no GPU, {_count(num_cores(), 'CPU core')}, at most 4"
+        if wanted.lanes is not None:
+            reason += f", and no more than {_count(wanted.lanes, 'lane')}"
         lines.append(f"nproc {world.local_world_size}: {reason} (--nproc)")
     if wanted.lanes is None:
         lines.append(
