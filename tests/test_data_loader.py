@@ -1,4 +1,6 @@
+import ctypes
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -375,7 +377,29 @@ def test_workers_end_with_the_iteration():
     assert multiprocessing.active_children() == []
 
 
-def test_workers_die_with_their_process():
+class Inside(RandomItems):
+    """Items tell how the worker process is set up."""
+
+    def __getitem__(self, index):
+        death_signal = ctypes.c_int()
+        ctypes.CDLL(None).prctl(2, ctypes.byref(death_signal), 0, 0, 0)  # PR_GET_PDEATHSIG
+        ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        return torch.tensor([death_signal.value, ignored, default, torch.get_num_threads()])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the death signal is Linux's")
+def test_a_worker_leaves_signals_to_its_process_and_dies_with_it():
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        ((_, lanes),) = read(Inside(1), 1, World(), epochs=1, workers=1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert lanes[0][3] == [[signal.SIGKILL, 1, 1, 1]]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the death signal is Linux's")
+def test_workers_die_with_their_process(tmp_path):
     code = """
 import os, signal, sys
 sys.path.insert(0, {tests!r})
@@ -387,10 +411,10 @@ print(*[child.pid for child in torch.multiprocessing.active_children()], flush=T
 os.kill(os.getpid(), signal.SIGKILL)
 """
     tests = str(Path(__file__).parent)
-    result = subprocess.run(
-        [sys.executable, "-c", code.format(tests=tests)], stdout=subprocess.PIPE, timeout=60
-    )
-    workers = [int(pid) for pid in result.stdout.split()]
+    # A file and not a pipe, which workers that live on would keep open.
+    with (tmp_path / "pids").open("w") as file:
+        result = subprocess.run([sys.executable, "-c", code.format(tests=tests)], stdout=file, timeout=60)
+    workers = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert (result.returncode, len(workers)) == (-9, 2)
     for _ in range(100):
         alive = [pid for pid in workers if _is_running(pid)]
