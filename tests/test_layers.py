@@ -36,7 +36,7 @@ LAYERS = {
         ),
         *(module for module in MODULES if module.partition(".")[0] == "data"),
     ],
-    "the step": ["state", "step", "evaluate", "fit"],
+    "the step": ["state", "step", "evaluation", "loop"],
     "the run": [
         *("agent", "program"),
         *("jobs", "launch", "worker", "channel", "preload", "health", "failure", "reporter", "report"),

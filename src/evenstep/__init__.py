@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from evenstep.data.batch import Batch
     from evenstep.data.cache import ImageArrays
     from evenstep.data.loader import Loader
-    from evenstep.evaluate import evaluate
-    from evenstep.fit import Cadence, fit
+    from evenstep.evaluation import evaluate
     from evenstep.launch import Handle, launch
+    from evenstep.loop import Cadence, fit
     from evenstep.metrics import classification, cross_entropy, weights_sha256
     from evenstep.optim import make_schedule
     from evenstep.state import TrainState
@@ -61,7 +61,7 @@ __all__ = [
 _HOME = {
     "Augment": "data.augment",
     "Batch": "data.batch",
-    "Cadence": "fit",
+    "Cadence": "loop",
     "Handle": "launch",
     "ImageArrays": "data.cache",
     "Loader": "data.loader",
@@ -69,8 +69,8 @@ _HOME = {
     "TrainState": "state",
     "classification": "metrics",
     "cross_entropy": "metrics",
-    "evaluate": "evaluate",
-    "fit": "fit",
+    "evaluate": "evaluation",
+    "fit": "loop",
     "launch": "launch",
     "make_schedule": "optim",
     "train_step": "step",

@@ -49,7 +49,8 @@ def evaluate(
         One mean a name, and ``samples``: how many samples were evaluated. The same on every rank.
 
     Raises:
-        ConfigError: the data set is empty, or a metric has the wrong shape.
+        ConfigError: a metric has the wrong shape.
+        DataError: the data set is empty.
     """
     world = world or current()
     device = torch.device(world.device)
@@ -86,8 +87,6 @@ def _sum(name: str, value: Any, size: int) -> tuple[float, float]:
 
 
 def _means(chunks: list[tuple[int, int, dict[str, tuple[float, float]]]]) -> dict[str, float]:
-    if not chunks:
-        raise ConfigError("there is nothing to evaluate: the data set is empty.")
     sums: dict[str, tuple[float, float]] = {}
     samples = 0
     for _, size, values in chunks:

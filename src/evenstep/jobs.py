@@ -19,8 +19,8 @@ from evenstep.data.cache import ImageArrays
 from evenstep.data.loader import Loader, num_samples
 from evenstep.data.sources import Source, open_source
 from evenstep.errors import ConfigError
-from evenstep.evaluate import evaluate
-from evenstep.fit import Cadence, fit
+from evenstep.evaluation import evaluate
+from evenstep.loop import Cadence, fit
 from evenstep.metrics import classification, cross_entropy, weights_sha256
 from evenstep.models import build, num_parameters
 from evenstep.optim import make_optimizer, make_schedule

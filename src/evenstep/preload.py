@@ -25,7 +25,7 @@ MODULES = (
     "evenstep",
     "evenstep.worker",
     "evenstep.jobs",
-    "evenstep.fit",
+    "evenstep.loop",
 )
 
 for _name in MODULES:

@@ -63,7 +63,7 @@ class NormStaging:
     def commit(self, total: Tensor) -> None:
         """Make the sum of what the lanes gave the model's statistics; the step counts as one batch."""
         with torch.no_grad():
-            parts = total.split([buffer.numel() for buffer in self._floats])
+            parts = torch.split(total, [buffer.numel() for buffer in self._floats])
             for buffer, part in zip(self._floats, parts, strict=True):
                 buffer.copy_(part.view_as(buffer))
             for count in self._counts:
