@@ -113,6 +113,8 @@ def test_an_empty_directory_has_no_records(tmp_path):
         ([], {0: -15, 1: 0}, {0: 2.0, 1: 1.0}, 1),
         # nothing but consequences: the earliest
         ([made(0, "RuntimeError", GONE, 3.0, True), made(1, "RuntimeError", GONE, 2.0, True)], {}, {}, 1),
+        # somebody outside sent SIGTERM to one worker
+        ([made(0, "RuntimeError", GONE, 2.0, True)], {1: -15, 0: 1}, {1: 1.9, 0: 2.1}, 1),
         # nothing but SIGTERM
         ([], {1: -15}, {}, 1),
     ],

@@ -165,7 +165,7 @@ UNGUARDED = """
     class Mine:
         def __init__(self, rank): self.rank = rank
     def main(world):
-        print("main ran on rank", world.rank, flush=True)
+        print(f"main ran on rank {world.rank}\\n", end="", flush=True)
         return Mine(world.rank)
     print("script ran", flush=True)
     before = dict(os.environ)

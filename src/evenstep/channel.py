@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import shutil
 import signal
 import threading
 import time
@@ -133,7 +134,7 @@ class Server:
         with contextlib.suppress(OSError, EOFError):
             # Wakes the acceptor; a closed listener would leave it in accept() for ever.
             Client(self._listener.address, "AF_UNIX", authkey=self._key).close()
-        self._acceptor.join()
+        self._acceptor.join(self._grace_s)
         self._listener.close()
         with self._lock:
             for peer in self._peers.values():
@@ -235,7 +236,8 @@ class Line:
     """
 
     def __init__(self, directory: str, key: bytes, rank: int, restart: int) -> None:
-        self._connection = Client(os.path.join(directory, "channel"), "AF_UNIX", authkey=key)
+        self._address = os.path.join(directory, "channel")
+        self._connection = Client(self._address, "AF_UNIX", authkey=key)
         self._lock = threading.Lock()
         self._messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._go = threading.Event()
@@ -291,4 +293,14 @@ class Line:
                     self._messages.put(content)
                 elif kind == "go":
                     self._go.set()
+        self._remove_what_the_dead_left()
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def _remove_what_the_dead_left(self) -> None:
+        """Remove the private directory if nobody listens in it any more: the launching process was killed."""
+        try:
+            Client(self._address, "AF_UNIX").close()
+        except ConnectionRefusedError:
+            shutil.rmtree(os.path.dirname(self._address), ignore_errors=True)
+        except (OSError, EOFError):
+            pass

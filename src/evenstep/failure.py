@@ -159,7 +159,7 @@ def first_failure(
         if rank not in by_rank
     ]
     found += [death for death in silent if death.exit_code != 128 + signal.SIGTERM]
-    found = found or [First(r.rank, r.time, r.exit_code, r) for r in by_rank.values()] or silent
+    found = found or [First(r.rank, r.time, r.exit_code, r) for r in by_rank.values()] + silent
     return min(found, key=lambda failure: (failure.time, failure.rank), default=None)
 
 

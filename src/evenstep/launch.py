@@ -135,8 +135,8 @@ def launch(main: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
         if not opts.join:
             raise ConfigError(
-                "launch: join=False needs this process to launch the workers, but it is a worker itself, started "
-                "by torchrun. Leave out join=False, or start the script with python."
+                "launch: join=False needs this process to launch the workers, but it is a worker itself, "
+                "started by torchrun. Leave out join=False, or start the script with python."
             )
         return worker.run_here(main, args, _setting(opts, started)[0])
     _check_master_port()

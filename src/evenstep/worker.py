@@ -136,9 +136,11 @@ def run_here(main: Callable[..., Any], args: tuple[Any, ...], setting: Setting) 
     stores: list[Any] = []
 
     def store() -> Any:
-        # torchrun keeps one store over its restarts, in which the addresses of the dead are still found.
+        # torchrun keeps one store over its restarts, and this process may launch several times; the addresses
+        # of an earlier process group would still be found under the same prefix.
         shared = next(rendezvous("env://", timeout=timeout))[0]
-        stores.append(PrefixStore(f"evenstep/{place.restart}", shared))
+        launches = shared.add(f"evenstep/{place.restart}/launches/{place.rank}", 1)
+        stores.append(PrefixStore(f"evenstep/{place.restart}/{launches}", shared))
         return stores[0]
 
     try:
