@@ -325,7 +325,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     """
     try:
         with open(path, "rb") as file:
-            values = tomllib.load(file)
+            values: dict[str, Any] = tomllib.load(file)
     except OSError as error:
         raise ConfigError(f"cannot read the config file {path}: {error.strerror}. Check --config.") from None
     except tomllib.TOMLDecodeError as error:
