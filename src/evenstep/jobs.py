@@ -170,8 +170,7 @@ def _loader(config: TrainConfig, source: Source, world: World) -> Loader:
 
 def _state(config: TrainConfig, source: Source, steps_per_epoch: int | None, world: World) -> TrainState:
     optim = config.optim
-    # To the device first: whether an optimizer can be fused depends on where the weights are.
-    model = _model(config, source).to(world.device)
+    model = _model(config, source)
     optimizer = make_optimizer(
         model,
         optim.optimizer,
