@@ -91,10 +91,11 @@ def test_final_line():
         "test_accuracy": 0.6123, "test_samples": 10_000, "test_loss": 1.09871, "step": 3910,
         "weights_sha256": "3f2a" * 16, "run_dir": "runs/a",
     }  # fmt: skip
-    assert final_line(result) == (
-        "test accuracy 61.23 % (10,000 images, each once), test loss 1.0987, weights 3f2a3f2a3f2a, "
-        "step 3,910, run runs/a"
+    assert final_line(result | {"test_total": 10_000}) == (
+        "test accuracy 61.23 % (10,000 of 10,000 images, each once), test loss 1.0987, "
+        "weights 3f2a3f2a3f2a, step 3,910, run runs/a"
     )
+    assert "(10,000 images, each once)" in final_line(result)  # a stream tells nobody how long it is
 
 
 def report_two_epochs(config, stream, run_dir, **facts):

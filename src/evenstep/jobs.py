@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import Subset
 
 from evenstep import checkpoint
 from evenstep.config import TrainConfig, to_flat
@@ -31,6 +32,9 @@ from evenstep.world import World
 EVAL_CHUNK = 250
 """Samples a chunk of the evaluation; fixed, because it is part of the bits."""
 
+SMOKE_SAMPLES = 500
+"""Samples that a smoke test evaluates."""
+
 
 def train_job(world: World, config: TrainConfig) -> dict[str, Any]:
     """Train and evaluate a classifier. Collective: every rank must call.
@@ -42,7 +46,7 @@ def train_job(world: World, config: TrainConfig) -> dict[str, Any]:
     Returns:
         What ``evenstep train --json`` prints; the same on every rank, but for times.
     """
-    source = open_source(config.data.data, data_dir=config.data.data_dir, cache_dir=config.data.cache_dir)
+    source = _source(config)
     optim = config.optim
     with Reporter(config, world) as reporter, _loader(config, source, world) as loader:
         state = _state(config, source, loader.steps_per_epoch, world)
@@ -71,7 +75,7 @@ def train_job(world: World, config: TrainConfig) -> dict[str, Any]:
         "lanes": world.lanes,
         "batch_size": optim.batch_size,
         "train_loss": state.train_loss,
-        **_test_values(result.metrics),
+        **_test_values(result.metrics, source),
         "weights_sha256": weights_sha256(state.model.state_dict()),
         "images_per_s": result.images_per_s,
         "first_step_s": None if result.first_step_at is None else result.first_step_at - begun,
@@ -94,7 +98,7 @@ def eval_job(world: World, config: TrainConfig, path: str) -> dict[str, Any]:
     Returns:
         What ``evenstep eval --json`` prints; the same on every rank.
     """
-    source = open_source(config.data.data, data_dir=config.data.data_dir, cache_dir=config.data.cache_dir)
+    source = _source(config)
     saved = checkpoint.load(path)
     model = _model(config, source)
     checkpoint.load_into(model, saved)
@@ -122,17 +126,32 @@ def eval_job(world: World, config: TrainConfig, path: str) -> dict[str, Any]:
         "checkpoint": path,
         "step": saved.step,
         "world_size": world.world_size,
-        **_test_values(metrics),
+        **_test_values(metrics, source),
         "weights_sha256": digest,
     }
 
 
-def _test_values(metrics: dict[str, float]) -> dict[str, Any]:
+def _test_values(metrics: dict[str, float], source: Source) -> dict[str, Any]:
     return {
         "test_accuracy": metrics.get("accuracy"),
         "test_loss": metrics.get("loss"),
         "test_samples": int(metrics.get("samples", 0)),
+        "test_total": None if source.test is None else num_samples(source.test),
     }
+
+
+def _source(config: TrainConfig) -> Source:
+    return open_source(config.data.data, data_dir=config.data.data_dir, cache_dir=config.data.cache_dir)
+
+
+def _test_set(config: TrainConfig, source: Source) -> Any:
+    """Return the data that training evaluates: the test set, or the beginning of it in a smoke test."""
+    test = source.test
+    if not config.run.smoke_test or (num_samples(test) or 0) <= SMOKE_SAMPLES:
+        return test
+    if isinstance(test, ImageArrays):
+        return ImageArrays(test.images[:SMOKE_SAMPLES], test.labels[:SMOKE_SAMPLES], test.classes)
+    return Subset(test, range(SMOKE_SAMPLES))
 
 
 def _model(config: TrainConfig, source: Source) -> nn.Module:
@@ -207,9 +226,10 @@ def _evaluation(
 ) -> Callable[[], dict[str, float]] | None:
     if source.test is None:
         return None
+    test = _test_set(config, source)
     return lambda: evaluate(
         state.evaluated_model,
-        source.test,
+        test,
         classification,
         chunk_size=EVAL_CHUNK,
         context=state.autocast,

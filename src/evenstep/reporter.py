@@ -143,8 +143,9 @@ def final_line(result: Mapping[str, Any]) -> str:
     """Return the result of ``evenstep train`` or ``evenstep eval`` as one line for people."""
     parts = []
     if result.get("test_accuracy") is not None:
-        samples = int(result["test_samples"])
-        parts.append(f"test accuracy {100 * result['test_accuracy']:.2f} % ({samples:,} images, each once)")
+        samples, total = int(result["test_samples"]), result.get("test_total")
+        count = f"{samples:,}" if total is None else f"{samples:,} of {total:,}"
+        parts.append(f"test accuracy {100 * result['test_accuracy']:.2f} % ({count} images, each once)")
     if result.get("test_loss") is not None:
         parts.append(f"test loss {result['test_loss']:.4f}")
     if result.get("weights_sha256"):
