@@ -197,3 +197,23 @@ def test_num_parameters_counts_shared_ones_once_and_frozen_ones_apart():
     model["c"] = nn.Linear(2, 2)
     model["c"].bias.requires_grad_(False)
     assert models.num_parameters(model) == (16, 18)
+
+
+def test_net_has_the_bits_of_relu_before_pooling():
+    torch.manual_seed(0)
+    net = models.Net()
+    images = torch.rand(16, 3, 32, 32).contiguous(memory_format=torch.channels_last).requires_grad_()
+
+    def literal(x):
+        x = torch.nn.functional.max_pool2d(torch.relu(net.conv1(x)), 2)
+        x = torch.nn.functional.max_pool2d(torch.relu(net.conv2(x)), 2)
+        return net.linear(x.flatten(1))
+
+    found = []
+    for forward in (net, literal):
+        for leaf in (images, *net.parameters()):
+            leaf.grad = None
+        outputs = forward(images)
+        torch.nn.functional.cross_entropy(outputs, torch.arange(16) % 10).backward()
+        found.append([outputs, images.grad, *(p.grad for p in net.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
