@@ -46,6 +46,12 @@ class DivergedError(EvenstepError):
     exit_code = 5
 
 
+class DriftError(EvenstepError):
+    """The processes hold different weights, which must never be (exit code 5)."""
+
+    exit_code = 5
+
+
 class StoppedError(EvenstepError):
     """The run was asked to stop, saved its state and can be resumed (exit code 75)."""
 

@@ -1,42 +1,65 @@
-"""Running statistics of BatchNorm, kept out of the model's state until the step is committed.
+"""Buffers of a model, kept out of its state until the step is committed.
 
-In training each lane normalises with its own batch, as each replica of DDP does. The running mean and
-variance that come out are not left in the model: every lane starts from the same ones, and the new ones are
-the lanes' results averaged with the lanes' shares of the samples, added in tree order. With one lane these
-are the bits of plain PyTorch. Until ``commit`` the model holds the old statistics.
+A forward pass in training mode may change buffers: the running statistics of BatchNorm, the vectors of
+spectral normalisation, whatever a layer of the user's keeps. Every lane starts from the same buffers, those
+before the step, and the model holds these until ``commit``. What the buffers are after it:
+
+* Normalisation layers: each lane normalises with its own batch, as each replica of DDP does, and the new
+  running mean and variance are those of the lanes averaged with the lanes' shares of the samples, added in
+  tree order. With one lane these are the bits of plain PyTorch.
+* Any other buffer that changed: that of the last lane, since nobody but its layer knows how to average it.
+
+A step of one model may run another model of the same training, too (a GAN's discriminator). The other one's
+buffers are put back after each lane and not committed: a step changes the state of its own model alone.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+_AVERAGED = ("running_mean", "running_var", "num_batches_tracked")
 
-class NormStaging:
-    """The running statistics of all normalisation layers of one model during one step."""
+
+class Staging:
+    """The buffers of one model during one step."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = [
-            module
+        self._norms = [m for m in model.modules() if isinstance(m, _NormBase) and m.running_mean is not None]
+        self._others = [
+            (module, name)
             for module in model.modules()
-            if isinstance(module, _NormBase)
-            and module.track_running_stats
-            and module.running_mean is not None
+            for name in module._buffers
+            if not (isinstance(module, _NormBase) and name in _AVERAGED)
         ]
         self._floats: list[Tensor] = []
         self._counts: list[Tensor] = []
         self._old_floats: list[Tensor] = []
         self._old_counts: list[Tensor] = []
+        # What each other buffer was before the step: itself, a copy, and its version at the copy.
+        self._old_others: list[tuple[Tensor | None, Tensor | None, int]] = [(None, None, -1)] * len(
+            self._others
+        )
+        self._new_others: dict[int, Tensor | None] = {}
 
     def begin(self) -> int:
-        """Remember the statistics before the step; return how many numbers a lane will give."""
-        active = [module for module in self._modules if module.training]
+        """Remember the buffers before the step; return how many numbers a lane will give."""
+        active = [module for module in self._norms if module.training]
         self._floats = [b for m in active for b in (m.running_mean, m.running_var) if b is not None]
         self._counts = [m.num_batches_tracked for m in active if m.num_batches_tracked is not None]
         self._old_floats = [buffer.clone() for buffer in self._floats]
         self._old_counts = [count.clone() for count in self._counts]
-        return sum(buffer.numel() for buffer in self._floats)
+        self._new_others = {}
+        for number, now in enumerate(self._now()):
+            buffer, _, version = self._old_others[number]
+            # A mask or a table never changes, and is copied once and not in every step.
+            if now is not buffer or (now is not None and now._version != version):
+                self._old_others[number] = _remembered(now)
+        return sum(buffer.numel() for buffer in self._floats) + len(self._counts)
 
     def take(self, share: float, out: Tensor) -> None:
         """Write the statistics after a lane's forward pass, times ``share``.
@@ -50,21 +73,69 @@ class NormStaging:
         """
         if not self._floats:
             return
-        torch.cat([buffer.detach().reshape(-1).double() for buffer in self._floats], out=out)
+        counts = torch._foreach_sub(self._counts, self._old_counts) if self._counts else ()
+        parts = [*(buffer.detach().reshape(-1) for buffer in self._floats), *(c.view(1) for c in counts)]
+        torch.cat([part.double() for part in parts], out=out)
         out.mul_(share)
 
+    def take_others(self) -> int:
+        """Keep the other buffers that the last lane's forward pass changed, and return how many they are."""
+        self._new_others = {
+            number: None if now is None else now.detach().clone()
+            for number, now in enumerate(self._now())
+            if self._is_changed(number, now)
+        }
+        return len(self._new_others)
+
     def rollback(self) -> None:
-        """Put the statistics back to what they were before the step."""
+        """Put the buffers back to what they were before the step."""
         with torch.no_grad():
             for now, old in ((self._floats, self._old_floats), (self._counts, self._old_counts)):
                 if now:
                     torch._foreach_copy_(now, old)
+            for number, ((module, name), present) in enumerate(zip(self._others, self._now(), strict=True)):
+                if not self._is_changed(number, present):
+                    continue
+                buffer, copy, version = self._old_others[number]
+                if buffer is not None and copy is not None and buffer._version != version:
+                    buffer.copy_(copy)
+                module._buffers[name] = buffer
+                self._old_others[number] = (buffer, copy, -1 if buffer is None else buffer._version)
+
+    @property
+    def others(self) -> dict[int, Tensor | None]:
+        """The other buffers that ``commit`` will put in, by number; set them to what all ranks agreed on."""
+        return self._new_others
+
+    @others.setter
+    def others(self, values: dict[int, Tensor | None]) -> None:
+        self._new_others = values
 
     def commit(self, total: Tensor) -> None:
-        """Make the sum of what the lanes gave the model's statistics; the step counts as one batch."""
+        """Make the sum of what the lanes gave the model's statistics, and put the other buffers in."""
+        sizes = [buffer.numel() for buffer in self._floats]
         with torch.no_grad():
-            parts = torch.split(total, [buffer.numel() for buffer in self._floats])
-            for buffer, part in zip(self._floats, parts, strict=True):
+            parts = torch.split(total, [*sizes, len(self._counts)])
+            for buffer, part in zip(self._floats, parts, strict=False):
                 buffer.copy_(part.view_as(buffer))
-            for count in self._counts:
-                count.add_(1)
+            for count, passes in zip(self._counts, parts[-1].tolist(), strict=True):
+                # A mean over lanes; a layer that only some of them used has been used, too.
+                count.add_(math.ceil(passes - 1e-6))
+            for number, value in self._new_others.items():
+                module, name = self._others[number]
+                old = module._buffers[name]
+                if old is None or value is None or old.shape != value.shape or old.dtype != value.dtype:
+                    module._buffers[name] = value
+                else:
+                    old.copy_(value)
+
+    def _now(self) -> Iterator[Tensor | None]:
+        return (module._buffers.get(name) for module, name in self._others)
+
+    def _is_changed(self, number: int, now: Tensor | None) -> bool:
+        buffer, _, version = self._old_others[number]
+        return now is not buffer or (now is not None and now._version != version)
+
+
+def _remembered(buffer: Tensor | None) -> tuple[Tensor | None, Tensor | None, int]:
+    return (None, None, -1) if buffer is None else (buffer, buffer.detach().clone(), buffer._version)

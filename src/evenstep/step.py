@@ -55,6 +55,8 @@ def train_step(state: TrainState, batch: Batch, loss: Loss) -> StepResult:
     """
     world, lanes = state.world, state.lanes
     own_losses: dict[int, Tensor] = {}
+    if world.observer is not None:
+        world.observer.before_step(state, batch, loss)
     lanes.begin()
     for part in batch.lanes:
         if part.size == 0 and part is not batch.lanes[-1]:
@@ -74,9 +76,12 @@ def train_step(state: TrainState, batch: Batch, loss: Loss) -> StepResult:
     if not torch.isfinite(mean):
         _raise_diverged(state, batch, mean, own_losses)
     lr, grad_norm = state.commit(batch, mean, float(totals.count))
+    result = StepResult(batch.step, mean, lr, grad_norm)
+    if world.observer is not None:
+        world.observer.after_step(state, batch, result)
     if totals.stop:
         _raise_stopped(state, totals)
-    return StepResult(batch.step, mean, lr, grad_norm)
+    return result
 
 
 def to_device(data: Any, device: torch.device) -> Any:

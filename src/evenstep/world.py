@@ -6,8 +6,10 @@ All arithmetic with ranks and lanes is here. Nothing here imports torch.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -48,6 +50,19 @@ class NoParent:
         )
 
 
+class Observer(Protocol):
+    """Is told of every step of a process; ``evenstep verify`` watches any loop through one."""
+
+    def reading(self, loader: Any) -> None:
+        """Before the first batch of a Loader."""
+
+    def before_step(self, state: Any, batch: Any, loss: Any) -> None:
+        """Before a step: the TrainState, the Batch and the loss function that ``train_step`` got."""
+
+    def after_step(self, state: Any, batch: Any, result: Any) -> None:
+        """After a step's commit, with its StepResult."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class World:
     """What a process knows of the run it is in. Rank, local_rank, world_size, node_rank: as in torch."""
@@ -77,6 +92,10 @@ class World:
     channel: Channel = field(default_factory=NoParent, compare=False, repr=False)
     stop: threading.Event = field(default_factory=threading.Event, compare=False, repr=False)
     """Set by a signal handler: this process wishes to stop. All ranks then stop after the same step."""
+    staged: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, compare=False, repr=False)
+    """The buffers of all models in training (staging.Staging): each lane has to start from the same ones."""
+    observer: Observer | None = field(default=None, compare=False, repr=False)
+    """Is told of every step; None costs nothing."""
 
     def __post_init__(self) -> None:
         if self.world_size > self.lanes:
@@ -124,7 +143,13 @@ _current: list[World] = []
 
 def current() -> World:
     """Return the world of this process; a world of one process if nothing was launched."""
-    return _current[-1] if _current else World()
+    return _current[-1] if _current else _alone()
+
+
+@functools.cache
+def _alone() -> World:
+    # One and the same, so that two models that train together know of each other.
+    return World()
 
 
 @contextlib.contextmanager

@@ -148,6 +148,8 @@ class Loader:
         Raises:
             ConfigError: the position is outside the epoch: another data set or batch size.
         """
+        if self.world.observer is not None:
+            self.world.observer.reading(self)
         step, epoch, epoch_step = position.step, position.epoch, position.epoch_step
         if self.num_samples is None:
             generator = self._stream_batches(step, epoch, epoch_step, epochs, steps)
