@@ -20,9 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.api import LogsDest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from evenstep import devices, errors, failure, log, worker, world
@@ -30,6 +38,7 @@ from evenstep.channel import Peer, Server
 from evenstep.errors import EvenstepError, StoppedError, WorkerError
 
 MONITOR_INTERVAL_S = 0.02
+_BACKEND = "evenstep-one-machine"
 _MAX_PARENT = 70  # a socket's path may have 107 characters on Linux, 103 elsewhere
 _SPEC_LOCK = threading.Lock()
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
@@ -136,9 +145,9 @@ class Run:
             all_values=self._plan.all_values,
         )
         exits: dict[int, int] = {}
-        variables = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        rendezvous_handler_registry.register(_BACKEND, _OneMachine)
         try:
-            with world.variables(variables):
+            with world.variables({"TORCHELASTIC_SIGNALS_TO_HANDLE": ""}):  # the agent sets it
                 elastic_launch(self._config(), worker.entry)(job)
             return self._value()
         except ChildFailedError as error:
@@ -157,9 +166,7 @@ class Run:
             nproc_per_node=self._plan.nproc,
             run_id=uuid.uuid4().hex,
             role="evenstep",
-            rdzv_backend="c10d",
-            rdzv_endpoint=str(Path(self.directory, "rendezvous")),
-            rdzv_configs={"store_type": "file"},
+            rdzv_backend=_BACKEND,
             max_restarts=self._plan.max_restarts,
             monitor_interval=MONITOR_INTERVAL_S,
             start_method=self._plan.start_method,
@@ -243,6 +250,44 @@ class Run:
         if saved:
             return StoppedError(saved[0].message)
         return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+
+
+class _OneMachine(RendezvousHandler):
+    """The rendezvous of an agent that is alone: itself, at once.
+
+    torch's own waits up to 0.3 s at random before it joins, so that many machines do not come all at once,
+    and keeps a thread that outlives an interrupted run.
+    """
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        self._run_id = parameters.run_id
+
+    def get_backend(self) -> str:
+        """The name under which torch's registry knows this class."""
+        return _BACKEND
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Return a group of one agent. Workers meet through files, so address and port go unused."""
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
+
+    def is_closed(self) -> bool:
+        """Return False: nobody else could close it."""
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing."""
+
+    def num_nodes_waiting(self) -> int:
+        """Return 0: nobody else can come."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """The id that the agent gave."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """Return True: nothing is held."""
+        return True
 
 
 def private_directory() -> str:

@@ -1,7 +1,7 @@
 """Start a function on several processes of this machine, stay in charge of them, and return its value.
 
 The engine is torch.distributed.elastic. Around it: workers that start in milliseconds because a fork server
-has imported torch already, rendezvous through files in a private directory (no port, nothing that listens
+has imported torch already, workers that meet through files in a private directory (no port; nothing listens
 but gloo's loopback sockets), main and its arguments pickled by value (lambdas, closures, notebook cells), and
 errors that name the failing line of the user's code.
 
