@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from evenstep import devices
+from evenstep import devices, guests
 from evenstep.devices import Devices, GpuProcess, GpuUse, choose
 from evenstep.errors import ConfigError, MachineError
 
@@ -115,19 +115,47 @@ def test_a_number_out_of_range_names_cuda_visible_devices(monkeypatch):
         choose(gpus="5", count=lambda: 2)
 
 
-def test_other_libraries_are_kept_from_the_whole_gpu():
-    assert devices.variables(choose("cpu")) == {}
-    assert devices.variables(choose(count=lambda: 1)) == {
-        "TF_FORCE_GPU_ALLOW_GROWTH": "true",
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-    }
+GROW = {"TF_FORCE_GPU_ALLOW_GROWTH": "true", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+
+
+@pytest.fixture
+def no_settings(monkeypatch):
+    for name in (*GROW, "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION", "CUDA_DEVICE_ORDER"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_other_libraries_are_kept_from_the_whole_gpu(no_settings):
+    assert devices.variables(choose("cpu")) == GROW, "on the CPU, too: they would still find the GPUs"
+    assert devices.variables(choose(count=lambda: 1)) == GROW
     idle = choose(gpus="idle", fraction=0.7, count=lambda: 4, query=lambda: BUSY)
-    assert devices.variables(idle) == {
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "TF_FORCE_GPU_ALLOW_GROWTH": "true",
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.7",
-    }
+    shared = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.7"}
+    assert devices.variables(idle, 2) == GROW | shared
+
+
+def test_what_the_user_has_set_for_other_libraries_stays(no_settings, monkeypatch):
+    one = choose(fraction=0.5, count=lambda: 1)
+    monkeypatch.setenv("TF_FORCE_GPU_ALLOW_GROWTH", "false")
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.3")
+    assert devices.variables(one) == {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+
+
+def test_processes_on_one_gpu_divide_its_share(no_settings):
+    two = Devices("cuda", (0, 1), "", 0.6)
+    assert [two.share_of(rank, 3) for rank in range(3)] == [0.3, 0.6, 0.3]
+    assert [two.share_of(rank, 2) for rank in range(2)] == [0.6, 0.6]
+    assert devices.variables(two, 4)["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.3"
+    assert Devices("cuda", (0,), "").share_of(0, 4) is None
+
+
+def test_a_small_gpu_with_nothing_but_the_driver_on_it_is_idle():
+    assert GpuUse(0, "GPU-0", 4 * GIB, 500 * 2**20).is_idle
+    assert not GpuUse(0, "GPU-0", 4 * GIB, 700 * 2**20).is_idle
+
+
+@pytest.mark.parametrize("fraction", [0.0, -1.0, 1.5])
+def test_a_share_is_a_share(fraction):
+    with pytest.raises(ConfigError, match=f"gpu_memory_fraction is {fraction}; .*above 0 and at most 1"):
+        choose("cpu", fraction=fraction)
 
 
 def test_a_worker_takes_its_gpu_and_its_share(monkeypatch):
@@ -136,10 +164,11 @@ def test_a_worker_takes_its_gpu_and_its_share(monkeypatch):
     calls = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(device))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share: calls.append(share))
-    devices.apply(Devices("cuda", (2, 5), "", 0.25), 1)
+    monkeypatch.setattr(guests, "limit_tensorflow", lambda share, totals: calls.append(("tf", share)))
+    devices.apply(Devices("cuda", (2, 5), "", 0.5), 1, 4)
     devices.apply(Devices("cuda", (2, 5), ""), 0)
     devices.apply(Devices("cpu", (), "", 0.25), 0)
-    assert calls == ["cuda:5", 0.25, "cuda:2"]
+    assert calls == ["cuda:5", 0.25, ("tf", 0.25), "cuda:2"]
 
 
 def fake_nvml(**changes):

@@ -19,7 +19,7 @@ MODULES = {name_of(path): path for path in sorted(SOURCE.rglob("*.py"))}
 
 LAYERS = {
     "values": ["errors", "config", "world"],
-    "ground": ["seeding", "log", "devices"],
+    "ground": ["seeding", "log", "guests", "devices"],
     "sums": ["tree", "collectives"],
     "parts": [
         *(
@@ -36,10 +36,10 @@ LAYERS = {
         ),
         *(module for module in MODULES if module.partition(".")[0] == "data"),
     ],
-    "the step": ["state", "step", "evaluation", "loop"],
+    "the step": ["state", "step", "evaluation", "drift", "loop"],
     "the run": [
         *("agent", "program"),
-        *("jobs", "launch", "worker", "channel", "preload", "health", "failure", "reporter", "report"),
+        *("jobs", "launcher", "worker", "channel", "preload", "health", "failure", "reporter", "report"),
     ],
     "tools": ["verify", "bench", "doctor", "testing"],
     "face": ["rundir", "options", "cli", "__main__", "__init__"],

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from evenstep.errors import ConfigError, DivergedError, MachineError, WorkerError
-from evenstep.launch import launch
+from evenstep.launcher import launch
 from evenstep.testing import run_ranks
 from scripts import CPU, run_script
 
@@ -55,7 +55,7 @@ def test_the_log_holds_the_traceback(tmp_path):
 
 TORCHRUN = """
     import os
-    from evenstep.launch import launch
+    from evenstep.launcher import launch
 
     def main(world, fail):
         import torch
@@ -102,3 +102,10 @@ def test_run_ranks_ends_a_hanging_collective():
 
     with pytest.raises(WorkerError, match=r"rank 0 failed: .*imed out"):
         run_ranks(main, 2, timeout_s=1.0)
+
+
+def test_idle_gpus_are_not_chosen_by_each_process_alone(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="--gpus idle:1 under environment: each process would choose"):
+        launch(lambda world: None, gpus="idle:1")

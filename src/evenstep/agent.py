@@ -180,7 +180,7 @@ class Run:
         setting = self._plan.setting
         return {
             **world.environment(),
-            **devices.variables(setting.devices),
+            **devices.variables(setting.devices, self._plan.nproc),
             "OMP_NUM_THREADS": str(setting.threads),
             "GLOO_SOCKET_IFNAME": "lo",
         }

@@ -9,11 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from evenstep import world
+from evenstep import guests, world
 from evenstep.errors import ConfigError, MachineError
 
 IDLE_MEMORY_SHARE = 0.05
-"""A GPU without a process counts as idle below this share of memory in use (the driver itself takes some)."""
+IDLE_MEMORY_BYTES = 600 * 2**20
+"""A GPU without a process counts as idle below this much memory in use, or below the share above: the driver
+itself takes some hundred MiB, whatever the size of the GPU."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class GpuUse:
     @property
     def is_idle(self) -> bool:
         """Whether nobody uses it."""
-        return not self.processes and self.used_bytes < IDLE_MEMORY_SHARE * self.total_bytes
+        limit = max(IDLE_MEMORY_BYTES, IDLE_MEMORY_SHARE * self.total_bytes)
+        return not self.processes and self.used_bytes < limit
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,13 @@ class Devices:
     def of(self, local_rank: int) -> str:
         """Return the device of a process in torch's notation, such as ``cuda:1``."""
         return f"cuda:{self.gpus[local_rank % len(self.gpus)]}" if self.type == "cuda" else "cpu"
+
+    def share_of(self, local_rank: int, local_world_size: int) -> float | None:
+        """Return the share of its GPU that a process may take: processes on one GPU divide the run's."""
+        if self.memory_fraction is None or self.type != "cuda":
+            return self.memory_fraction
+        place, num = local_rank % len(self.gpus), len(self.gpus)
+        return self.memory_fraction / len(range(place, max(local_world_size, place + 1), num))
 
     @property
     def backend(self) -> str:
@@ -97,6 +107,11 @@ def choose(
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device is {device!r}; expected auto, cpu or cuda. Correct --device.")
+    if fraction is not None and not 0 < fraction <= 1:
+        raise ConfigError(
+            f"gpu_memory_fraction is {fraction}; it is a share of each GPU's memory, so it must be above 0 "
+            "and at most 1, for example --gpu-memory-fraction 0.7."
+        )
     if device == "cpu":
         if gpus is not None:
             raise ConfigError(f"--gpus {gpus} contradicts --device cpu. Leave one of the two out.")
@@ -113,30 +128,55 @@ def choose(
     return Devices("cuda", _listed(gpus, num), f"asked for with --gpus {gpus}", fraction)
 
 
-def apply(devices: Devices, local_rank: int) -> None:
+def apply(devices: Devices, local_rank: int, local_world_size: int = 1) -> None:
     """Make this worker use its GPU, and no more of its memory than its share.
 
-    TensorFlow and JAX, which take a whole GPU when they start, are told by their own variables to share it,
-    whether or not they are there: both read them when they are imported.
+    TensorFlow is kept to the same share when the user's code imports it (guests.py); what it and JAX read
+    from the environment is in :func:`variables`.
+
+    Args:
+        devices: the run's.
+        local_rank: which of this machine's processes this is.
+        local_world_size: how many there are: those on one GPU divide the run's share of it.
     """
     if devices.type != "cuda":
         return
     import torch
 
     torch.cuda.set_device(devices.of(local_rank))
-    if devices.memory_fraction is not None:
-        torch.cuda.set_per_process_memory_fraction(devices.memory_fraction)
+    share = devices.share_of(local_rank, local_world_size)
+    if share is not None:
+        torch.cuda.set_per_process_memory_fraction(share)
+        guests.limit_tensorflow(share, _totals)
 
 
-def variables(devices: Devices) -> dict[str, str]:
-    """Return the workers' environment variables that keep other libraries from taking a whole GPU."""
-    if devices.type != "cuda":
-        return {}
-    values = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if "idle" in devices.reason else {}
-    values |= {"TF_FORCE_GPU_ALLOW_GROWTH": "true", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    if devices.memory_fraction is not None:
-        values["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{devices.memory_fraction:g}"
-    return values
+def variables(devices: Devices, nproc: int = 1) -> dict[str, str]:
+    """Return the workers' environment variables that keep other libraries from taking a whole GPU.
+
+    TensorFlow and JAX, which take a whole GPU when they start, read them when they are imported, and without
+    them nothing happens. A run on the CPU sets them as well: its guests would still find the GPUs. What the
+    user has set stays.
+
+    Args:
+        devices: the run's.
+        nproc: processes on this machine.
+    """
+    values = {"TF_FORCE_GPU_ALLOW_GROWTH": "true", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    if "idle" in devices.reason:
+        values["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order in which the driver counts
+    share = devices.share_of(0, nproc)
+    # JAX refuses both the old and the new name at once.
+    if share is not None and world.variable("XLA_CLIENT_MEM_FRACTION") is None:
+        values["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{share:g}"
+    own = {name for name in values if world.variable(name) is not None and name != "CUDA_DEVICE_ORDER"}
+    return {name: value for name, value in values.items() if name not in own}
+
+
+def _totals() -> list[int]:
+    """Return the memory of the visible GPUs in bytes, in CUDA's order."""
+    import torch
+
+    return [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
 
 
 def query_nvml() -> list[GpuUse]:
@@ -233,19 +273,19 @@ def _idle(gpus: str, num: int, query: Callable[[], Sequence[GpuUse]]) -> tuple[i
     word, _, text = gpus.partition(":")
     if word != "idle" or (":" in gpus and not (text.isdigit() and int(text) > 0)):
         raise ConfigError(f"gpus is {gpus!r}; expected idle or idle:N with a whole number N above 0.")
-    uses = _visible(query(), num)
+    uses = visible_only(query(), num)
     idle = [number for number, use in enumerate(uses) if use.is_idle]
     wanted = int(text) if text else None
     if not idle or (wanted is not None and len(idle) < wanted):
-        holders = "; ".join(_holders(number, use) for number, use in enumerate(uses) if not use.is_idle)
+        held = "; ".join(holders(number, use) for number, use in enumerate(uses) if not use.is_idle)
         raise MachineError(
             f"--gpus {gpus}: {len(idle)} of {len(uses)} GPUs are idle, and {wanted or 'at least 1'} needed. "
-            f"{holders}. Wait until they are free, or share one with --gpus N --gpu-memory-fraction 0.5."
+            f"{held}. Wait until they are free, or share one with --gpus N --gpu-memory-fraction 0.5."
         )
     return tuple(idle[:wanted])
 
 
-def _visible(uses: Sequence[GpuUse], num: int) -> list[GpuUse]:
+def visible_only(uses: Sequence[GpuUse], num: int) -> list[GpuUse]:
     """Return the GPUs that torch sees, in its order."""
     visible = world.variable("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -260,7 +300,8 @@ def _visible(uses: Sequence[GpuUse], num: int) -> list[GpuUse]:
     return chosen[:num]
 
 
-def _holders(number: int, use: GpuUse) -> str:
+def holders(number: int, use: GpuUse) -> str:
+    """Return in words who holds a GPU's memory: ``GPU 0 (40.0 of 80.0 GiB in use) is held by ...``."""
     used = f"GPU {number} ({use.used_bytes / 2**30:.1f} of {use.total_bytes / 2**30:.1f} GiB in use)"
     if not use.processes:
         return f"{used} is held by a process that the driver does not show"

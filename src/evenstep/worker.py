@@ -143,8 +143,9 @@ def run_here(main: Callable[..., Any], args: tuple[Any, ...], setting: Setting) 
         stores.append(PrefixStore(f"evenstep/{place.restart}/{launches}", shared))
         return stores[0]
 
+    shared = world.variables(devices.variables(setting.devices, place.local_world_size))
     try:
-        with _prepared(setting, place, world.NoParent(), store) as here:
+        with shared, _prepared(setting, place, world.NoParent(), store) as here:
             return main(here, *args)
     except Exception as error:
         record = failure.record(error, place.rank)
@@ -197,7 +198,7 @@ def _prepared(
     with logs, world.entered(here):
         try:
             torch.set_num_threads(setting.threads)
-            devices.apply(setting.devices, place.local_rank)
+            devices.apply(setting.devices, place.local_rank, place.local_world_size)
             seeding.seed_all(setting.seed, deterministic=setting.mode == "exact")
             dist.init_process_group(
                 setting.backend,
