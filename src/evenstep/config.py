@@ -189,6 +189,9 @@ class OutputConfig:
     """Steps between checkpoints, besides those at the ends of epochs."""
     keep: int = 3
     """How many checkpoints to keep, besides the best one."""
+    check_every: int = 100
+    """Steps between two checks that all processes hold the same weights, besides one before each
+    checkpoint; 0: never."""
     log_every: int = 20
     """Steps between two lines in metrics.jsonl."""
     log_level: Literal["TRACE", "DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
@@ -207,6 +210,11 @@ class OutputConfig:
     def __post_init__(self) -> None:
         for name in ("evaluate_every", "checkpoint_every", "checkpoint_every_steps", "keep", "log_every"):
             _positive(name, getattr(self, name))
+        if self.check_every < 0:
+            raise ConfigError(
+                f"check_every is {self.check_every}; it must be 0 or more, for example --check-every 100, "
+                "or --check-every 0 for never."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,6 +63,7 @@ def train_job(world: World, config: TrainConfig) -> dict[str, Any]:
                 checkpoint_every=config.output.checkpoint_every,
                 checkpoint_every_steps=config.output.checkpoint_every_steps,
                 keep=config.output.keep,
+                check_every=config.output.check_every,
             ),
             watcher=reporter,
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from evenstep.data.loader import Loader
+from evenstep.drift import check_drift
 from evenstep.metrics import RateMeter
 from evenstep.state import TrainState
 from evenstep.step import Loss, train_step
@@ -25,6 +26,8 @@ class Cadence:
         checkpoint_every_steps: steps between checkpoints, besides those at the ends of epochs.
         keep: how many of the newest checkpoints are kept, besides the best.
         best: the metric whose highest value makes the best checkpoint.
+        check_every: steps between two checks that all ranks hold the same weights, besides one before each
+            checkpoint; 0: never.
     """
 
     evaluate_every: int = 1
@@ -32,6 +35,7 @@ class Cadence:
     checkpoint_every_steps: int | None = None
     keep: int = 3
     best: str = "accuracy"
+    check_every: int = 100
 
 
 class Watcher(Protocol):
@@ -99,11 +103,12 @@ def fit(
 
     Raises:
         DivergedError, StoppedError: as ``train_step``.
+        DriftError: the ranks hold different weights.
         MachineError: a checkpoint cannot be written.
     """
     meter = RateMeter()
     metrics: dict[str, float] = {}
-    evaluated_at = saved_at = -1
+    evaluated_at = saved_at = checked_at = -1
     first_step_at: float | None = None
 
     @contextlib.contextmanager
@@ -121,10 +126,18 @@ def fit(
         if watcher is not None:
             watcher.evaluation(state.step, state.epoch, metrics)
 
+    def check_now() -> None:
+        nonlocal checked_at
+        if checked_at != state.step and cadence.check_every:
+            check_drift(state.model, state.step, state.world)
+            checked_at = state.step
+
     def save_now() -> None:
         nonlocal saved_at
         if saved_at == state.step:
             return
+        if state.world.run_dir is not None:
+            check_now()
         score = metrics.get(cadence.best) if evaluated_at == state.step else None
         with off_the_clock():
             path = state.save(score=score, keep=cadence.keep)
@@ -140,6 +153,8 @@ def fit(
             first_step_at = time.time()
         if watcher is not None:
             watcher.step(state.step, batch.epoch, result.loss, result.lr, batch.size, result.grad_norm)
+        if cadence.check_every and state.step % cadence.check_every == 0:
+            check_now()
         if batch.last_in_epoch:
             if watcher is not None:
                 watcher.epoch_end(state.step, batch.epoch, state.optimizer.param_groups)

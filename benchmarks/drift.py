@@ -1,0 +1,96 @@
+"""Cost of the drift alarm: the checksum of all weights and the comparison, beside a training step.
+
+    python benchmarks/drift.py [--runs 30] [--nproc 2] [--batch-size 128]
+
+Prints, for net and for a model of 10 million parameters, the median time of one check and of one step on
+rank 0, check and step taking turns, and what a check every 100 steps adds.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+
+import torch
+from torch import nn
+
+from evenstep import Loader, TrainState, cross_entropy, launch, train_step
+from evenstep.drift import check_drift
+from evenstep.models import Net, num_parameters
+
+
+class Wide(nn.Module):
+    """One hidden layer: 10 million parameters, and as few operations for each of them as there can be."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = nn.Linear(3072, 3243)
+        self.out = nn.Linear(3243, 10)
+
+    def forward(self, x):
+        """Return the logits."""
+        return self.out(torch.relu(self.hidden(x.flatten(1))))
+
+
+def measure(world, name, runs, batch_size):
+    """Return the times of checks and steps in seconds. Collective: every rank must call."""
+    model = {"net": Net, "10M": Wide}[name]()
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
+    size = batch_size * 4
+    data = torch.utils.data.TensorDataset(torch.randn(size, 3, 32, 32), torch.arange(size) % 10)
+    checks, steps = [], []
+    for batch in Loader(data, batch_size).batches(state, steps=runs + 3):
+        begun = time.perf_counter()
+        train_step(state, batch, cross_entropy())
+        between = time.perf_counter()
+        check_drift(model, state.step, world)
+        checks.append(time.perf_counter() - between)
+        steps.append(between - begun)
+    state.lanes.close()
+    return num_parameters(model)[0], checks[3:], steps[3:]
+
+
+def main():
+    """Measure and print, for people and as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=30)
+    parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--batch-size", type=int, default=128)
+    options = parser.parse_args()
+    rows = []
+    for name in ("net", "10M"):
+        count, checks, steps = launch(
+            measure, name, options.runs, options.batch_size, nproc=options.nproc, device="cpu", threads=1
+        )
+        check, step = statistics.median(checks), statistics.median(steps)
+        low, _, high = statistics.quantiles(checks, n=4)
+        rows.append(
+            {
+                "model": name,
+                "parameters": count,
+                "check_ms": round(check * 1e3, 3),
+                "check_quartiles_ms": [round(low * 1e3, 3), round(high * 1e3, 3)],
+                "step_ms": round(step * 1e3, 1),
+                "every_100_steps": f"{check / step / 100:.4%}",
+            }
+        )
+        print(
+            f"{name:>4}: {count:>10,} parameters, check {check * 1e3:7.2f} ms, step {step * 1e3:7.1f} ms, "
+            f"every 100 steps {check / step / 100:.4%}",
+            flush=True,
+        )
+    record = {
+        "argv": sys.argv[1:],
+        "n": options.runs,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
+        "rows": rows,
+    }
+    print(json.dumps(record))
+
+
+if __name__ == "__main__":
+    main()
