@@ -8,7 +8,7 @@ import pytest
 
 from conftest import descendants, gone_within
 from evenstep.errors import WorkerError
-from evenstep.launch import launch
+from evenstep.launcher import launch
 from evenstep.testing import run_ranks
 from scripts import CPU, run_script, start_script
 
@@ -77,7 +77,7 @@ def test_restarts_after_a_death_but_not_after_an_error():
 LISTENING = """
     import os
     from pathlib import Path
-    from evenstep.launch import launch
+    from evenstep.launcher import launch
 
     def listening(pid):
         inodes = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
@@ -107,7 +107,7 @@ def test_a_run_listens_on_loopback_only(tmp_path):
 
 STUCK = """
     import os, time
-    from evenstep.launch import launch
+    from evenstep.launcher import launch
 
     def main(world):
         import torch

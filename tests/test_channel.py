@@ -8,7 +8,7 @@ import pytest
 
 from conftest import descendants
 from evenstep.errors import StoppedError, WorkerError
-from evenstep.launch import launch
+from evenstep.launcher import launch
 from scripts import CPU, run_script
 
 
@@ -92,7 +92,7 @@ def test_mains_start_after_all_are_ready():
 
 FORGOTTEN = """
     import time
-    from evenstep.launch import launch
+    from evenstep.launcher import launch
     handle = launch(lambda world: world.send(1) or time.sleep(600), nproc=1, device="cpu", join=False,
                     on_message=lambda *_: got.append(1))
     got = []

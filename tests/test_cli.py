@@ -38,7 +38,7 @@ def calls(monkeypatch):
         )
 
     modules = {
-        "evenstep.launch": {"launch": launch, "warm_up": lambda: seen.append("warm_up")},
+        "evenstep.launcher": {"launch": launch, "warm_up": lambda: seen.append("warm_up")},
         "evenstep.jobs": {"train_job": "train_job", "eval_job": "eval_job"},
         "evenstep.data.sources": {"prepare": prepare},
     }
@@ -53,7 +53,7 @@ def failing(monkeypatch, error):
     def launch(*_, **__):
         raise error
 
-    monkeypatch.setattr(sys.modules["evenstep.launch"], "launch", launch)
+    monkeypatch.setattr(sys.modules["evenstep.launcher"], "launch", launch)
 
 
 def run_python(code, *, env=None):

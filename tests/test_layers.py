@@ -36,13 +36,14 @@ LAYERS = {
         ),
         *(module for module in MODULES if module.partition(".")[0] == "data"),
     ],
-    "the step": ["state", "step", "evaluation", "drift", "loop"],
+    "the step": ["state", "step", "evaluation", "drift", "predictions", "timing", "loop"],
     "the run": [
         *("agent", "program"),
         *("jobs", "launcher", "worker", "channel", "preload", "health", "failure", "reporter", "report"),
+        *("watch", "track"),
     ],
     "tools": ["verify", "bench", "doctor", "testing"],
-    "face": ["rundir", "options", "cli", "__main__", "__init__"],
+    "face": ["rundir", "options", "pages", "cli", "__main__", "__init__"],
 }
 LEVEL = {module: level for level, modules in enumerate(LAYERS.values()) for module in modules}
 NO_TORCH = [
@@ -55,6 +56,10 @@ NO_TORCH = [
     "cli",
     "__main__",
     "reporter",
+    "report",
+    "watch",
+    "track",
+    "pages",
     "__init__",
 ]
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 import pytest
 
 from evenstep.errors import ConfigError
-from evenstep.launch import launch
+from evenstep.launcher import launch
 from scripts import CPU, run_script
 
 
@@ -51,7 +51,7 @@ def test_a_value_that_cannot_be_pickled_is_named():
 UNGUARDED = """
     import os, sys
     from pathlib import Path
-    from evenstep.launch import launch
+    from evenstep.launcher import launch
     assert "torch" not in sys.modules
     class Mine:
         def __init__(self, rank): self.rank = rank

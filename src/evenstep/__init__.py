@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from evenstep.data.cache import ImageArrays
     from evenstep.data.loader import Loader
     from evenstep.evaluation import evaluate
-    from evenstep.launch import Handle, launch
+    from evenstep.launcher import Handle, launch
     from evenstep.loop import Cadence, fit
     from evenstep.metrics import classification, cross_entropy, weights_sha256
     from evenstep.optim import make_schedule
@@ -62,7 +62,7 @@ _HOME = {
     "Augment": "data.augment",
     "Batch": "data.batch",
     "Cadence": "loop",
-    "Handle": "launch",
+    "Handle": "launcher",
     "ImageArrays": "data.cache",
     "Loader": "data.loader",
     "StepResult": "step",
@@ -71,7 +71,7 @@ _HOME = {
     "cross_entropy": "metrics",
     "evaluate": "evaluation",
     "fit": "loop",
-    "launch": "launch",
+    "launch": "launcher",
     "make_schedule": "optim",
     "train_step": "step",
     "weights_sha256": "metrics",

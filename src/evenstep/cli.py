@@ -102,7 +102,7 @@ def train(argv: Sequence[str]) -> int:
         save_config(config, Path(str(config.run.run_dir)))
 
     from evenstep.jobs import train_job
-    from evenstep.launch import launch
+    from evenstep.launcher import launch
 
     result = launch(train_job, config, **_launch_options(config))
     return _result(config, result)
@@ -119,7 +119,7 @@ def evaluate(argv: Sequence[str]) -> int:
     config = _prepared(config)
 
     from evenstep.jobs import eval_job
-    from evenstep.launch import launch
+    from evenstep.launcher import launch
 
     result = launch(eval_job, config, str(checkpoint), **_launch_options(config))
     return _result(config, result)
@@ -146,7 +146,7 @@ def _begin() -> worlds.Placement | None:
     """Get ready to start workers, and return the place of this process if it is a worker itself."""
     place = worlds.placement()
     if place is None:
-        from evenstep.launch import warm_up
+        from evenstep.launcher import warm_up
 
         warm_up()  # before anything heavy: the workers' imports then run beside ours
     # The user's own modules (--model module:callable) are in the directory where the command is run. An

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from evenstep.launch import launch
+from evenstep.launcher import launch
 
 
 def run_ranks(
@@ -27,7 +27,7 @@ def run_ranks(
         args: further arguments for ``fn``.
         lanes: logical workers; by default ``n``.
         timeout_s: seconds after which a collective without an answer fails.
-        options: further options of :func:`evenstep.launch.launch`.
+        options: further options of :func:`evenstep.launcher.launch`.
 
     Returns:
         The values, by rank.

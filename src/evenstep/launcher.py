@@ -1,0 +1,338 @@
+"""Start a function on several processes of this machine, stay in charge of them, and return its value.
+
+The engine is torch.distributed.elastic. Around it: workers that start in milliseconds because a fork server
+has imported torch already, workers that meet through files in a private directory (no port; nothing listens
+but gloo's loopback sockets), main and its arguments pickled by value (lambdas, closures, notebook cells), and
+errors that name the failing line of the user's code.
+
+torch is not imported before the fork server has been told to import it, too: the two imports overlap.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import multiprocessing
+import multiprocessing.forkserver
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from evenstep import program, world
+from evenstep.errors import ConfigError, MachineError, did_you_mean
+
+if TYPE_CHECKING:
+    from evenstep.agent import Run
+    from evenstep.worker import Setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """The options of :func:`launch`."""
+
+    nproc: int | Literal["auto"] = "auto"
+    """Processes on this machine. auto: one per GPU; without GPUs one per CPU core, at most 4."""
+    lanes: int | None = None
+    """Logical workers. Default: the number of processes."""
+    device: str = "auto"
+    """auto (cuda if there is a GPU), cpu or cuda."""
+    gpus: str | None = None
+    """GPUs to use: numbers (0,1), or idle or idle:N for GPUs that nobody uses."""
+    gpu_memory_fraction: float | None = None
+    """Share of each GPU's memory that this run may take, 0 to 1."""
+    backend: str | None = None
+    """Backend of torch.distributed. Default: nccl on cuda, gloo on cpu."""
+    threads: int | None = None
+    """CPU threads per process. Default: cores // lanes; in fast mode cores // processes; at least 1."""
+    seed: int = 0
+    """Seed of python, numpy and torch in every worker, and of the run."""
+    mode: str = "exact"
+    """exact or fast."""
+    run_dir: str | None = None
+    """Directory of the run; log files go to its folder logs."""
+    resume: bool = False
+    """Whether the run goes on from what is in run_dir."""
+    timeout_s: float = 300.0
+    """Seconds that a process waits for the others in one collective."""
+    max_restarts: int = 0
+    """How often the workers are started again after one died."""
+    on_message: Callable[[int, Any], None] | None = None
+    """Called as on_message(rank, obj) in this process for each world.send(obj)."""
+    join: bool = True
+    """Wait for the end and return the value; otherwise return a Handle at once."""
+    all_values: bool = False
+    """Return the list of every rank's value, not rank 0's value."""
+    grace_s: float = 5.0
+    """Seconds from a failure to SIGKILL for the workers that have not ended by themselves."""
+    log_level: str = "INFO"
+    """Least severe level that goes into the log files."""
+    log_rotation: str = "12:00"
+    """When a log file is rotated: a time of day, a size (10 MB) or an age (1 week)."""
+    log_diagnose: bool = False
+    """Write the values of variables into logged tracebacks."""
+
+    def __post_init__(self) -> None:
+        if self.nproc != "auto" and (not isinstance(self.nproc, int) or self.nproc < 1):
+            raise ConfigError(
+                f"nproc is {self.nproc!r}; expected auto or a whole number above 0 (--nproc 2)."
+            )
+        if self.mode not in ("exact", "fast"):
+            raise ConfigError(f"mode is {self.mode!r}; expected exact or fast. Correct --mode.")
+        for name in ("lanes", "threads", "timeout_s", "gpu_memory_fraction"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(
+                    f"{name} is {value}; it must be above 0. Correct --{name.replace('_', '-')}."
+                )
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> LaunchOptions:
+        """Return the options given as keyword arguments; ConfigError for one that does not exist."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in values:
+            if name not in names:
+                raise ConfigError(
+                    f"launch has no option {name!r}.{did_you_mean(name, names)} Arguments for main go "
+                    f"in front, by position. The options are {', '.join(names)}."
+                )
+        return cls(**values)
+
+
+def launch(main: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Run ``main(world, *args)`` on several processes and return rank 0's value.
+
+    Works from scripts with or without an ``if __name__ == "__main__"`` guard around the call, from notebooks
+    and from standard input: ``main`` and ``args`` travel by value. Under torchrun this process is a worker
+    already: main runs right here, and its value is returned on every rank.
+
+    Args:
+        main: what each process runs; gets its :class:`evenstep.world.World` first.
+        args: further arguments for main.
+        options: the fields of :class:`LaunchOptions`, such as ``nproc=4``.
+
+    Returns:
+        Rank 0's value; with ``join=False`` a :class:`Handle`, at once.
+
+    Raises:
+        ConfigError: an option does not exist or cannot be, or main or an argument cannot be pickled.
+        MachineError: the machine lacks what was asked for.
+        WorkerError: a worker failed; the text is the report. An EvenstepError that a worker raised is raised
+            here with its own class and text.
+        StoppedError: the workers were stopped and saved their state.
+
+    Example:
+        >>> launch(lambda world: world.world_size, nproc=2)
+        2
+    """
+    opts = LaunchOptions.of(options)
+    started = time.time()
+    if world.placement() is not None:
+        from evenstep import worker
+
+        if not opts.join:
+            raise ConfigError(
+                "launch: join=False needs this process to launch the workers, but it is a worker itself, "
+                "started by torchrun. Leave out join=False, or start the script with python."
+            )
+        return worker.run_here(main, args, _setting(opts, started)[0])
+    _check_master_port()
+    warm_up(opts.threads)
+    payload = program.dumps(main, args)
+    from evenstep import agent
+
+    setting, nproc = _setting(opts, started)
+    plan = agent.Plan(
+        setting=setting,
+        nproc=nproc,
+        payload=payload,
+        max_restarts=opts.max_restarts,
+        grace_s=opts.grace_s,
+        all_values=opts.all_values,
+        start_method=_start_method(),
+    )
+    run = agent.Run(plan, opts.on_message)
+    return run.run() if opts.join else Handle(run)
+
+
+def warm_up(threads: int | None = None) -> None:
+    """Start the fork server, which imports torch while this process goes on with its own imports.
+
+    Does nothing if one runs already, or where there is none (then workers are spawned).
+
+    Args:
+        threads: OMP_NUM_THREADS for the fork server, and so for what it imports.
+    """
+    if _start_method() != "forkserver" or world.placement() is not None:
+        return
+    multiprocessing.set_forkserver_preload(["evenstep.preload"])
+    variables = {"OMP_NUM_THREADS": str(threads or 1), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    with world.variables(variables):
+        multiprocessing.forkserver.ensure_running()
+
+
+class Handle:
+    """A run in the background; see :func:`launch` with ``join=False``. Leaving a ``with`` block stops it."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._value: Any = None
+        self._error: BaseException | None = None
+        # A daemon, so that a parent that ends, maybe with an error of its own, gets to atexit.
+        self._thread = threading.Thread(target=self._work, name="evenstep-launch", daemon=True)
+        atexit.register(self.stop)
+        self._thread.start()
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def wait(self, timeout_s: float | None = None) -> Any:
+        """Wait for the end; return rank 0's value or raise what :func:`launch` raises.
+
+        Raises:
+            TimeoutError: the run has not ended after ``timeout_s`` seconds; it goes on.
+        """
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the run has not ended after {timeout_s} s; it goes on.")
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def poll(self) -> bool | None:
+        """Return None while the run goes on, True if it ended well, False if it failed or was stopped."""
+        return None if self._thread.is_alive() else self._error is None
+
+    def stop(self) -> None:
+        """End the workers (SIGTERM, some seconds later SIGKILL) and wait until they are gone.
+
+        :meth:`wait` raises StoppedError then. Does nothing after the end of the run.
+        """
+        self._run.stop()
+        self._thread.join()
+
+    def send(self, obj: Any) -> None:
+        """Send an object to all workers; ``world.receive()`` gets it there."""
+        self._run.server.send(obj)
+
+    def _work(self) -> None:
+        try:
+            self._value = self._run.run()
+        except BaseException as error:
+            self._error = error
+        finally:
+            atexit.unregister(self.stop)
+
+
+def _start_method() -> str:
+    return "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+
+
+def _setting(opts: LaunchOptions, started: float) -> tuple[Setting, int]:
+    """Return what all workers have in common, and how many this machine runs."""
+    from evenstep import devices, worker
+
+    place = world.placement()
+    if place is not None and (opts.gpus or "").startswith("idle"):
+        raise ConfigError(
+            f"--gpus {opts.gpus} under {place.launcher}: each process would choose for itself, and see the "
+            "others as users of their GPUs. Name the GPUs (--gpus 0,1), or let evenstep start the processes."
+        )
+    chosen = devices.choose(opts.device, opts.gpus, opts.gpu_memory_fraction)
+    nproc = place.local_world_size if place else _nproc(opts, len(chosen.gpus))
+    world_size = place.world_size if place else nproc
+    lanes = opts.lanes or world_size
+    world.World(world_size=world_size, lanes=lanes)  # raises if there are fewer lanes than processes
+    backend = opts.backend or chosen.backend
+    worker.check_backend(backend)
+    if backend == "nccl" and nproc > len(chosen.gpus):
+        raise MachineError(
+            f"nproc {nproc} is above the number of GPUs, {len(chosen.gpus)}: nccl wants a GPU for each "
+            f"process. Use --nproc {max(1, len(chosen.gpus))}, or --backend gloo, or --device cpu."
+        )
+    threads = opts.threads or (
+        world.default_threads(lanes) if opts.mode == "exact" else max(1, world.num_cores() // nproc)
+    )
+    setting = worker.Setting(
+        lanes=lanes,
+        seed=opts.seed,
+        mode=opts.mode,
+        devices=chosen,
+        backend=backend,
+        threads=threads,
+        timeout_s=opts.timeout_s,
+        run_dir=None if opts.run_dir is None else str(Path(opts.run_dir).absolute()),
+        resume=opts.resume,
+        log_level=opts.log_level,
+        log_rotation=opts.log_rotation,
+        log_diagnose=opts.log_diagnose,
+        started=started,
+    )
+    return setting, nproc
+
+
+def _nproc(opts: LaunchOptions, num_gpus: int) -> int:
+    if opts.nproc != "auto":
+        return opts.nproc
+    found = num_gpus or min(world.num_cores(), 4)
+    return min(found, opts.lanes or found)  # a run resumed on a larger machine keeps its lanes
+
+
+def _check_master_port() -> None:
+    """Raise MachineError if MASTER_PORT is set and of no use, before anything starts.
+
+    One machine needs no port; but who sets one means it, and would find out late that it is taken.
+    """
+    text = world.variable("MASTER_PORT")
+    if text is None:
+        return
+    if not (text.isdigit() and 0 <= int(text) < 65536):
+        raise MachineError(
+            f"environment variable MASTER_PORT is {text!r}; expected a port number from 0 to 65535. Set it "
+            "right, or unset it: a run on one machine needs no port."
+        )
+    host = world.variable("MASTER_ADDR", "127.0.0.1") or "127.0.0.1"
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(host, int(text), type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise MachineError(
+            f"environment variable MASTER_ADDR is {host!r}, which cannot be resolved: {error}. Set it right, "
+            "or unset it: a run on one machine needs no address."
+        ) from None
+    with socket.socket(family, kind, number) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            pid = port_owner(int(text))
+            owner = f", held by process {pid}" if pid is not None else ""
+            raise MachineError(
+                f"{host}:{text} (MASTER_ADDR, MASTER_PORT) cannot be used: {error.strerror}{owner}. Unset "
+                "MASTER_PORT (a run on one machine needs no port), or set it to a free one."
+            ) from None
+
+
+def port_owner(port: int) -> int | None:
+    """Return the process that listens on a TCP port of this machine, if /proc tells."""
+    inodes = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            rows = Path(table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for fields in map(str.split, rows):
+            if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                inodes.add(f"socket:[{fields[9]}]")
+    for link in Path("/proc").glob("[0-9]*/fd/*") if inodes else ():
+        try:
+            if str(link.readlink()) in inodes:
+                return int(link.parts[2])
+        except OSError:  # gone, or another user's
+            continue
+    return None
