@@ -36,7 +36,7 @@ LAYERS = {
         ),
         *(module for module in MODULES if module.partition(".")[0] == "data"),
     ],
-    "the step": ["state", "step", "evaluation", "drift", "predictions", "timing", "loop"],
+    "the step": ["state", "memory", "step", "evaluation", "drift", "predictions", "timing", "loop"],
     "the run": [
         *("agent", "program"),
         *("jobs", "launcher", "worker", "channel", "preload", "health", "failure", "reporter", "report"),

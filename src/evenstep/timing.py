@@ -1,0 +1,78 @@
+"""Where the time of each rank goes: waiting for data, computing, waiting for the other ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from evenstep.world import World
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Times:
+    """The time of every rank since this start of the run.
+
+    Attributes:
+        steps: how many steps it was spent on.
+        data_s: for each rank, seconds that the loop waited for the Loader.
+        step_s: for each rank, seconds in ``train_step``. On a GPU the host runs ahead of the device, so what
+            the device does late counts where the host next waits for it.
+        wait_s: for each rank, seconds of ``step_s`` in which backward was done and the sums of the other
+            ranks were not; estimated from the steps that torch DDP samples. None where it is not known.
+    """
+
+    steps: int
+    data_s: list[float]
+    step_s: list[float]
+    wait_s: list[float | None]
+
+
+class Stopwatch:
+    """Adds up the time of this rank; two readings of the clock for each of its parts."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.data_s = 0.0
+        self.step_s = 0.0
+
+    def reading(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yield ``batches``; the time until each is there counts as time for data."""
+        iterator = iter(batches)
+        while True:
+            begun = time.perf_counter()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            self.data_s += time.perf_counter() - begun
+            yield batch
+
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Count the time of this block as one step."""
+        begun = time.perf_counter()
+        yield
+        self.step_s += time.perf_counter() - begun
+        self.steps += 1
+
+    def everybody(self, world: World, wait_per_step_s: float | None) -> Times:
+        """Return the times of all ranks. Collective: every rank must call.
+
+        Args:
+            world: this process.
+            wait_per_step_s: what this rank waits for the others in a step, from ``Lanes.wait_per_step_s``.
+        """
+        wait_s = None if wait_per_step_s is None else min(wait_per_step_s * self.steps, self.step_s)
+        own = (self.data_s, self.step_s, wait_s)
+        ranks: list[Any] = [own]
+        if world.world_size > 1:
+            ranks = [None] * world.world_size
+            dist.all_gather_object(ranks, own)
+        return Times(self.steps, *([rank[part] for rank in ranks] for part in range(3)))
