@@ -1,5 +1,6 @@
 import io
 import json
+import os
 import re
 import sys
 
@@ -115,6 +116,20 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path):
     assert shown[1].startswith("step 4/4  epoch 1  loss 0.2500")
     assert shown[2] == f"saved {tmp_path}/checkpoints/step-00000004"
     assert shown[3] == "evaluation after step 4: accuracy 0.5000  loss 0.2500  (10,000 images)"
+
+
+def test_a_bar_in_a_terminal_that_tells_no_size():
+    # As in a container or in CI: a new pseudo-terminal has 0 columns and 0 rows.
+    outer, inner = os.openpty()
+    os.set_blocking(outer, False)
+    with os.fdopen(outer, "rb", buffering=0), os.fdopen(inner, "w") as terminal:
+        assert os.get_terminal_size(inner).columns == 0
+        with Reporter(from_flat({"log_every": 1}), world(), terminal) as reporter:
+            reporter.start(FACTS)
+            os.read(outer, 100_000)
+            reporter.step(1, 0, 1.5, 0.05, 128)
+            reporter.message("a line")
+            assert b"Iter (loss=1.500)" in os.read(outer, 100_000)
 
 
 def test_a_bar_in_a_terminal(tmp_path):

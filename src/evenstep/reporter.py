@@ -264,8 +264,8 @@ class Reporter:
                 initial=facts.start_step,
                 desc="Iter (loss=-)",
                 unit="step",
-                dynamic_ncols=True,
                 file=self._stream,
+                **_bar_size(self._stream),
             )
         self._begun = self._since = time.perf_counter()
 
@@ -357,6 +357,18 @@ class Reporter:
             return ""
         seconds = (time.perf_counter() - self._begun) / (step - start) * (total - step)
         return f"  ETA {tqdm.tqdm.format_interval(seconds)}"
+
+
+def _bar_size(stream: TextIO) -> dict[str, Any]:
+    """Return tqdm's options for the bar's width: that of the terminal, or 100 where it tells none.
+
+    A pseudo-terminal of a container or of CI may say that it has 0 columns and rows; tqdm then shows nothing.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        size = os.get_terminal_size(stream.fileno())
+        if size.columns == 0 or size.lines == 0:
+            return {"ncols": size.columns or 100, "nrows": size.lines or 24}
+    return {"dynamic_ncols": True}
 
 
 def _open_board(path: Path, start_step: int) -> Any:
