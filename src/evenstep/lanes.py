@@ -24,12 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evenstep.collectives import CommunicationThread, Exchange, reduce_nodes
 from evenstep.errors import ConfigError
-from evenstep.staging import NormStaging
+from evenstep.staging import Staging
 from evenstep.tree import fold, merges_after_lane
 from evenstep.world import World
 
-_LOSS, _COUNT, _STOP = range(3)
-_NUM_TOTALS = 3
+_LOSS, _COUNT, _STOP, _OTHERS = range(4)
+_NUM_TOTALS = 4
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,10 @@ class Lanes:
         self._names = [name for name, _ in named]
         self._params = [p for _, p in named]
         self._index = {id(p): i for i, p in enumerate(self._params)}
-        self._staging = NormStaging(module)
+        if world.mode == "exact":
+            _check_layers(module)
+        self._staging = Staging(module)
+        world.staged.add(self._staging)
         self._merges = merges_after_lane(world.own_lanes, world.lanes)
         self._device = torch.device(world.device)
         self._exact = world.mode == "exact"
@@ -94,11 +97,27 @@ class Lanes:
         """What a lane's loss must be multiplied with: in fast mode, torch DDP divides by the world size."""
         return 1 if self._exact else self._world.world_size
 
+    @property
+    def wait_per_step_s(self) -> float | None:
+        """Seconds of a step between the end of backward and the end of its sums; None where it is not known.
+
+        The mean over the steps that torch DDP samples: the first ten, and each hundredth.
+        """
+        if self._world.world_size == 1:
+            return 0.0
+        sampled: dict[str, Any] = getattr(self._ddp, "_get_ddp_logging_data", dict)()
+        names = ("avg_backward_comm_time", "avg_backward_compute_comm_overlap_time")
+        if not all(name in sampled for name in names):
+            return None
+        return max(0.0, (int(sampled[names[0]]) - int(sampled[names[1]])) / 1e9)
+
     def begin(self) -> None:
         """Start a step: no gradient, and the running statistics remembered."""
         for p in self._params:
             p.grad = None
-        self._num_running = self._staging.begin()
+        # A lane may run other models, too, and has to find them as the first lane did.
+        self._staged = [self._staging, *(other for other in self._world.staged if other is not self._staging)]
+        self._num_running, *_ = [staging.begin() for staging in self._staged]
         self._gradients: list[list[Tensor]] = []  # the stack of subtree sums, one tensor a parameter
         self._totals: list[list[Tensor]] = []
         self._pending: Callable[[], Tensor] | None = None
@@ -119,7 +138,9 @@ class Lanes:
         """
         self._size = size
         with contextlib.ExitStack() as stack:
-            stack.callback(self._staging.rollback)
+            for staging in self._staged:
+                stack.callback(staging.rollback)
+            stack.enter_context(_explained(size))
             if self._past_ddp:
                 yield self._module
             else:
@@ -164,6 +185,7 @@ class Lanes:
             self._staging.take(share, vector[_NUM_TOTALS:])
         if self._is_last:
             vector[_STOP] = float(stop)
+            vector[_OTHERS] = float(self._staging.take_others())
         self._push(self._totals, [vector])
         if self._is_last:
             self._pending = self._exchange_totals([entry[0] for entry in self._totals])
@@ -209,11 +231,21 @@ class Lanes:
                     p.grad = self._reduced[i].clone()
         if self._thread is not None and self._thread.error is not None:
             raise self._thread.error
+        if self._world.world_size > 1 and self._exact and float(total[_OTHERS]):
+            self._agree_on_other_buffers()
         return Totals(total[_LOSS], total[_COUNT], total[_STOP])
 
     def commit(self) -> None:
         """Make the running statistics of this step the model's."""
         self._staging.commit(self._running)
+
+    def _agree_on_other_buffers(self) -> None:
+        """Take the last rank's, which has the last lane. Collective, in steps that changed any."""
+        values: list[Any] = [self._staging.others]
+        dist.broadcast_object_list(values, src=self._world.world_size - 1, device=torch.device("cpu"))
+        self._staging.others = {
+            number: None if value is None else value.to(self._device) for number, value in values[0].items()
+        }
 
     def _lane_vector(self) -> Tensor:
         return torch.zeros(_NUM_TOTALS + self._num_running, dtype=torch.float64, device=self._device)
@@ -252,8 +284,9 @@ class Lanes:
         Returns:
             torch.futures.Future of the reduced buffer.
         """
-        buffer, gradients = bucket.buffer(), bucket.gradients()
-        index = [self._index[id(p)] for p in bucket.parameters()]
+        buffer, params = bucket.buffer(), bucket.parameters()
+        gradients = _views(buffer, params)
+        index = [self._index[id(p)] for p in params]
         if not self._size:
             buffer.zero_()
         num_merges = self._merges[-1]
@@ -267,7 +300,9 @@ class Lanes:
             assert work is not None
             return work.get_future().then(lambda future: future.value()[0])
         rest = self._gradients[: len(self._gradients) - num_merges]
-        nodes = [torch.cat([earlier[i].reshape(-1) for i in index]) for earlier in rest]
+        nodes = [torch.empty_like(buffer) for _ in rest]
+        for node, earlier in zip(nodes, rest, strict=True):
+            torch._foreach_copy_(_views(node, params), [earlier[i] for i in index])
         assert self._thread is not None
         return self._thread.submit(lambda: _reduced([*nodes, buffer], self._exchange, buffer))
 
@@ -275,6 +310,47 @@ class Lanes:
 def _reduced(nodes: Sequence[Tensor], exchange: Exchange, out: Tensor) -> Tensor:
     reduce_nodes(nodes, exchange, out)
     return out
+
+
+def _views(buffer: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
+    """Return each parameter's gradient in a bucket, as DDP lays it out: in the parameter's own strides.
+
+    GradBucket.gradients() takes all of them for contiguous, which a channels_last weight is not.
+    """
+    views, start = [], 0
+    for p in params:
+        part = buffer[start : start + p.numel()]
+        dense = p.is_contiguous() or torch.empty_like(p).stride() == p.stride()
+        views.append(part.as_strided(p.shape, p.stride()) if dense else part.view(p.shape))
+        start += p.numel()
+    return views
+
+
+def _check_layers(module: nn.Module) -> None:
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.SyncBatchNorm):
+            raise ConfigError(
+                f"the layer {name!r} is a torch.nn.SyncBatchNorm, which adds up its statistics in an order "
+                "that depends on the number of processes, and would wait for ever where one of them has more "
+                "lanes than another. Use torch.nn.BatchNorm1d, 2d or 3d: each lane normalises with its own "
+                "samples. For torch's layer pass --mode fast."
+            )
+
+
+@contextlib.contextmanager
+def _explained(size: int) -> Iterator[None]:
+    """Say what to do when a normalisation layer gets a lane of one sample, which has no variance."""
+    try:
+        yield
+    except ValueError as error:
+        if size != 1 or not str(error).startswith("Expected more than 1 value per channel"):
+            raise
+        raise ConfigError(
+            f"a lane has 1 sample in this step, but a normalisation layer needs 2 or more to train: {error}. "
+            "It is the last batch of an epoch, or the batch is too small. Choose a --batch-size whose last "
+            "batch has at least 2 samples for each of the --lanes, use fewer --lanes, or normalise with "
+            "GroupNorm."
+        ) from error
 
 
 def _wrap(module: nn.Module, device: torch.device, *, find_unused: bool) -> DistributedDataParallel:
