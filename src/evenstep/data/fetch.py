@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import multiprocessing
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -132,10 +134,14 @@ def _loaded(dataset: Any, requests: Iterable[Request] | None, reading: Reading) 
         collate_fn=_same,
         pin_memory=reading.device.startswith("cuda"),
         worker_init_fn=_WorkerInit(os.getpid()) if reading.workers else None,
+        multiprocessing_context=_context() if reading.workers else None,
         # One of its own, because DataLoader draws its base seed, which would move the global generator.
         generator=torch.Generator().manual_seed(0),
     )
-    iterator = iter(loader)
+    with warnings.catch_warnings():
+        # Python 3.12 and later warn of any fork beside threads; a worker uses none of this process's.
+        warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
+        iterator = iter(loader)
     # Workers have random states of their own; without workers the items are read in this process.
     guard = contextlib.nullcontext if reading.workers else seeding.preserved_rng
     try:
@@ -151,6 +157,15 @@ def _loaded(dataset: Any, requests: Iterable[Request] | None, reading: Reading) 
         end_workers = getattr(iterator, "_shutdown_workers", None)
         if end_workers is not None:
             end_workers()
+
+
+def _context() -> str:
+    """Return how DataLoader workers are started: by fork, where there is one.
+
+    A launched process is a child of the fork server and would start its own children there, too. They would
+    not be its children then, would outlive it, and could not read a dataset that pickle does not know.
+    """
+    return "fork" if sys.platform == "linux" else multiprocessing.get_start_method()
 
 
 def _same(value: Any) -> Any:
