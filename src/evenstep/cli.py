@@ -17,7 +17,7 @@ from typing import Any
 from evenstep import options
 from evenstep import world as worlds
 from evenstep.config import TrainConfig, from_flat, to_flat, write_toml
-from evenstep.errors import ConfigError, EvenstepError, did_you_mean
+from evenstep.errors import ConfigError, EvenstepError, MemoryExhaustedError, did_you_mean
 from evenstep.rundir import open_run_dir
 
 HELP = """\
@@ -29,6 +29,8 @@ commands:
   train        train and evaluate a classifier (evenstep train --help)
   eval         evaluate a checkpoint again (evenstep eval --help)
   config show  show every option, its value and where the value comes from
+  report       write the report of a run again, or compare several (evenstep report RUN [RUN...])
+  watch        follow a run in the browser (evenstep watch RUN)
 
   --help       show this text
   --version    show the version
@@ -37,7 +39,7 @@ exit codes: 0 ok; 1 a worker failed; 2 wrong flag or config; 3 the machine or th
 or bad; 5 diverged; 75 stopped and saved, run it again with --resume; 128+N killed by signal N
 """
 
-COMMANDS = ("train", "eval", "config")
+COMMANDS = ("train", "eval", "config", "report", "watch")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,6 +79,10 @@ def _dispatch(words: list[str]) -> int:
         return evaluate(rest)
     if word == "config":
         return show_config(rest)
+    if word in ("report", "watch"):
+        from evenstep import pages
+
+        return pages.write_report(rest) if word == "report" else pages.watch(rest)
     raise ConfigError(
         f"unknown command {word!r}.{did_you_mean(word, COMMANDS)} Choose one of {', '.join(COMMANDS)}; "
         "`evenstep --help` says what they do."
@@ -96,16 +102,32 @@ def train(argv: Sequence[str]) -> int:
 
     config = _prepared(config)
 
-    from evenstep.reporter import save_config
+    from evenstep.reporter import save_config, save_sources
 
     if place is None or place.rank == 0:
         save_config(config, Path(str(config.run.run_dir)))
+        save_sources(asked.sources, Path(str(config.run.run_dir)))
 
+    return _result(config, _trained(config))
+
+
+def _trained(config: TrainConfig) -> Mapping[str, Any]:
+    """Train; with ``--lanes-on-oom`` again with twice the lanes, as often as memory runs out."""
     from evenstep.jobs import train_job
     from evenstep.launcher import launch
 
-    result = launch(train_job, config, **_launch_options(config))
-    return _result(config, result)
+    while True:
+        try:
+            result: Mapping[str, Any] = launch(train_job, config, **_launch_options(config))
+            return result
+        except MemoryExhaustedError as error:
+            from evenstep.memory import retried
+
+            again = retried(config)
+            if again is None:
+                raise
+            _tell(config, (f"{error}", f"--lanes-on-oom: going on with lanes {again.process.lanes}"))
+            config = again
 
 
 def evaluate(argv: Sequence[str]) -> int:
@@ -170,6 +192,11 @@ def _prepared(config: TrainConfig) -> TrainConfig:
 
 def _placed(config: TrainConfig, place: worlds.Placement) -> TrainConfig:
     """Return the config with the number of processes that the outer launcher has already started."""
+    if config.process.lanes_on_oom:
+        raise ConfigError(
+            f"--lanes-on-oom starts all processes again, and {place.launcher} has started these. Leave it "
+            "out, or let evenstep start the processes."
+        )
     lanes = config.process.lanes
     if lanes is not None and place.world_size > lanes:
         raise ConfigError(

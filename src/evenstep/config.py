@@ -67,6 +67,8 @@ class ProcessConfig:
     """GPUs to use: numbers (0,1), or idle or idle:N for GPUs that nobody uses."""
     gpu_memory_fraction: float | None = None
     """Share of each GPU's memory that this run may take, 0 to 1."""
+    lanes_on_oom: bool = False
+    """When memory runs out: double the lanes and repeat the step. The bits are those of the new lanes."""
     backend: str | None = None
     """Backend of torch.distributed. Default: nccl on cuda, gloo on cpu."""
     threads: int | None = None
@@ -202,6 +204,8 @@ class OutputConfig:
     """Write the values of variables into logged tracebacks. They may hold secrets, so it is off."""
     tensorboard: bool = False
     """Write the metrics for TensorBoard, too."""
+    track: Literal["wandb", "mlflow", "trackio"] | None = None
+    """Send the metrics to an experiment tracker, too, through its own library and its own configuration."""
     json: bool = False
     """Print one JSON object with the results as the last line of stdout."""
     quiet: bool = False

@@ -28,6 +28,10 @@ class MachineError(EvenstepError):
     exit_code = 3
 
 
+class MemoryExhaustedError(MachineError):
+    """Memory ran out on a GPU or in the machine; the message says who holds it (exit code 3)."""
+
+
 class DataError(EvenstepError):
     """The data are damaged or cannot be had; the message names the file (exit code 3)."""
 

@@ -21,10 +21,11 @@ from evenstep.data.loader import Loader, num_samples
 from evenstep.data.sources import Source, open_source
 from evenstep.errors import ConfigError
 from evenstep.evaluation import evaluate
-from evenstep.loop import Cadence, fit
+from evenstep.loop import Cadence, FitResult, fit
 from evenstep.metrics import classification, cross_entropy, weights_sha256
 from evenstep.models import build, num_parameters
 from evenstep.optim import make_optimizer, make_schedule
+from evenstep.predictions import Recorder, summary
 from evenstep.reporter import Facts, Reporter
 from evenstep.state import TrainState, autocast
 from evenstep.world import World
@@ -48,6 +49,7 @@ def train_job(world: World, config: TrainConfig) -> dict[str, Any]:
     """
     source = _source(config)
     optim = config.optim
+    recorder = Recorder()
     with Reporter(config, world) as reporter, _loader(config, source, world) as loader:
         state = _state(config, source, loader.steps_per_epoch, world)
         reporter.start(_facts(config, source, loader, state))
@@ -57,7 +59,7 @@ def train_job(world: World, config: TrainConfig) -> dict[str, Any]:
             cross_entropy(optim.label_smoothing),
             epochs=optim.epochs,
             steps=optim.steps,
-            evaluation=_evaluation(config, source, state),
+            evaluation=_evaluation(config, source, state, recorder),
             cadence=Cadence(
                 evaluate_every=config.output.evaluate_every,
                 checkpoint_every=config.output.checkpoint_every,
@@ -67,6 +69,13 @@ def train_job(world: World, config: TrainConfig) -> dict[str, Any]:
             ),
             watcher=reporter,
         )
+        values = _values(config, source, state, result)
+        reporter.finish(values, _shown(config, source, state, recorder))
+    return values
+
+
+def _values(config: TrainConfig, source: Source, state: TrainState, result: FitResult) -> dict[str, Any]:
+    world = state.world
     now, begun = time.time(), world.started or time.time()
     return {
         "run_dir": world.run_dir,
@@ -74,7 +83,7 @@ def train_job(world: World, config: TrainConfig) -> dict[str, Any]:
         "epoch": state.epoch,
         "world_size": world.world_size,
         "lanes": world.lanes,
-        "batch_size": optim.batch_size,
+        "batch_size": config.optim.batch_size,
         "train_loss": state.train_loss,
         **_test_values(result.metrics, source),
         "weights_sha256": weights_sha256(state.model.state_dict()),
@@ -86,6 +95,18 @@ def train_job(world: World, config: TrainConfig) -> dict[str, Any]:
         "mode": world.mode,
         "numerics": asdict(state.numerics),
     }
+
+
+def _shown(
+    config: TrainConfig, source: Source, state: TrainState, recorder: Recorder
+) -> dict[str, Any] | None:
+    """Return what the report shows of the last evaluation, on rank 0. Collective: every rank must call."""
+    found = recorder.gather(state.world)
+    if found is None or not state.world.is_first:
+        return None
+    test = _test_set(config, source)
+    images = test.images if isinstance(test, ImageArrays) else None
+    return summary(found, step=state.step, classes=source.classes or (), images=images)
 
 
 def eval_job(world: World, config: TrainConfig, path: str) -> dict[str, Any]:
@@ -218,25 +239,31 @@ def _state(config: TrainConfig, source: Source, steps_per_epoch: int | None, wor
         compile=config.model.compile,
         world=world,
     )
+    state.double_lanes_on_oom = config.process.lanes_on_oom
     state.meta = {"config": to_flat(config), "classes": list(source.classes or ())}
     return state
 
 
 def _evaluation(
-    config: TrainConfig, source: Source, state: TrainState
+    config: TrainConfig, source: Source, state: TrainState, recorder: Recorder
 ) -> Callable[[], dict[str, float]] | None:
     if source.test is None:
         return None
     test = _test_set(config, source)
-    return lambda: evaluate(
-        state.evaluated_model,
-        test,
-        classification,
-        chunk_size=EVAL_CHUNK,
-        context=state.autocast,
-        world=state.world,
-        **_loading(config, source),
-    )
+
+    def evaluation() -> dict[str, float]:
+        recorder.clear()
+        return evaluate(
+            state.evaluated_model,
+            test,
+            recorder,
+            chunk_size=EVAL_CHUNK,
+            context=state.autocast,
+            world=state.world,
+            **_loading(config, source),
+        )
+
+    return evaluation
 
 
 def _facts(config: TrainConfig, source: Source, loader: Loader, state: TrainState) -> Facts:

@@ -35,7 +35,7 @@ from evenstep.rundir import RUNS, checkpoints, newest_run
 MOMENT = frozenset(
     {
         *("run_dir", "resume", "smoke_test", "steps"),
-        *("nproc", "device", "gpus", "gpu_memory_fraction", "backend", "timeout_s"),
+        *("nproc", "device", "gpus", "gpu_memory_fraction", "lanes_on_oom", "backend", "timeout_s"),
         *("cache_dir", "workers", "json", "quiet"),
     }
 )
@@ -66,7 +66,7 @@ class _TrainFlags:
 
     # TrainConfig's groups without its checks across groups: a flag may put right what a file alone has wrong.
     config: str | None = None
-    """A TOML file with any of the options below (batch_size = 256). Flags go before it."""
+    """A TOML file with any of the options below (batch_size = 256). Flags win over it."""
     run: RunConfig = field(default_factory=RunConfig)
     process: ProcessConfig = field(default_factory=ProcessConfig)
     data: DataConfig = field(default_factory=DataConfig)

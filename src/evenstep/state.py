@@ -86,6 +86,8 @@ class TrainState:
         epoch: finished epochs.
         epoch_step: committed steps since the last finished epoch.
         meta: json-able values that go into the checkpoint's manifest; yours to fill.
+        double_lanes_on_oom: save the state when a lane does not fit into memory (memory.py); set by the
+            command's ``--lanes-on-oom``, which starts the run again with twice the lanes.
 
     Raises:
         CheckpointError: the checkpoint is damaged or of another model.
@@ -122,6 +124,7 @@ class TrainState:
         self.epoch = 0
         self.epoch_step = 0
         self.meta: dict[str, Any] = {}
+        self.double_lanes_on_oom = False
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self._loss_samples = 0
         self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
@@ -235,6 +238,18 @@ class TrainState:
             "extras": {name: extra.state_dict() for name, extra in self.extras.items()},
         }
 
+    def manifest_meta(self) -> dict[str, Any]:
+        """Return what the manifest of a checkpoint says of this run, as json-able values."""
+        return {
+            **self.meta,
+            "epoch": self.epoch,
+            "epoch_step": self.epoch_step,
+            "seed": self.world.seed,
+            "lanes": self.world.lanes,
+            "world_size": self.world.world_size,
+            "numerics": asdict(self.numerics),
+        }
+
     def save(self, *, score: float | None = None, keep: int = 3) -> Path | None:
         """Write a checkpoint into the run directory. Between steps; any rank may call, rank 0 writes.
 
@@ -250,21 +265,12 @@ class TrainState:
         """
         if self.world.run_dir is None or not self.world.is_first:
             return None
-        meta = {
-            **self.meta,
-            "epoch": self.epoch,
-            "epoch_step": self.epoch_step,
-            "seed": self.world.seed,
-            "lanes": self.world.lanes,
-            "world_size": self.world.world_size,
-            "numerics": asdict(self.numerics),
-        }
         return checkpoint.save(
             self.world.run_dir,
             step=self.step,
             model=self.model.state_dict(),
             training=self.training_state(),
-            meta=meta,
+            meta=self.manifest_meta(),
             score=score,
             keep=keep,
         )

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from evenstep import memory
 from evenstep.data.batch import Batch
 from evenstep.errors import DivergedError, StoppedError
 from evenstep.lanes import Totals
@@ -50,6 +51,7 @@ def train_step(state: TrainState, batch: Batch, loss: Loss) -> StepResult:
         loss: the loss function, see ``Loss``. On an empty lane it gets a stand-in and its value is dropped.
 
     Raises:
+        MemoryExhaustedError: this rank's lane does not fit into memory. The launch ends the others.
         DivergedError: the loss is not finite. Raised on every rank, before the commit.
         StoppedError: a process was asked to stop. Raised on every rank, after the commit and a checkpoint.
     """
@@ -64,7 +66,7 @@ def train_step(state: TrainState, batch: Batch, loss: Loss) -> StepResult:
             continue
         share = part.size / batch.size
         seed_step(world.seed, batch.step, part.lane, state.device)
-        with lanes.turn(part.size) as model:
+        with memory.watched(state, batch, part), lanes.turn(part.size) as model:
             with state.autocast():
                 value = loss(model, to_device(part.data, state.device))
                 total, count = value if isinstance(value, tuple) else (value * share, 0.0)

@@ -22,7 +22,7 @@ from loguru import logger
 from torch._C._distributed_c10d import FileStore, PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from evenstep import devices, failure, log, seeding, world
+from evenstep import allocator, devices, failure, log, memory, seeding, world
 from evenstep.channel import Line
 from evenstep.errors import ConfigError, MachineError
 from evenstep.world import World
@@ -145,7 +145,7 @@ def run_here(main: Callable[..., Any], args: tuple[Any, ...], setting: Setting) 
 
     shared = world.variables(devices.variables(setting.devices, place.local_world_size))
     try:
-        with shared, _prepared(setting, place, world.NoParent(), store) as here:
+        with shared, _prepared(setting, place, world.NoParent(), store) as here, memory.explained(here):
             return main(here, *args)
     except Exception as error:
         record = failure.record(error, place.rank)
@@ -198,6 +198,7 @@ def _prepared(
     with logs, world.entered(here):
         try:
             torch.set_num_threads(setting.threads)
+            allocator.keep_pages()
             devices.apply(setting.devices, place.local_rank, place.local_world_size)
             seeding.seed_all(setting.seed, deterministic=setting.mode == "exact")
             dist.init_process_group(
@@ -220,7 +221,8 @@ def _prepared(
 def _call(job: Job, here: World) -> bytes | None:
     """Call main and return its value, pickled, if it goes back."""
     main, args = cloudpickle.loads((Path(job.directory) / "program.pkl").read_bytes())
-    value = main(here, *args)
+    with memory.explained(here):
+        value = main(here, *args)
     if not (here.is_first or job.all_values):
         return None
     try:
