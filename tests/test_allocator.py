@@ -1,0 +1,26 @@
+import resource
+import sys
+
+import pytest
+
+from evenstep.testing import run_ranks
+
+
+def page_faults(world, megabytes):
+    """Page faults of a hundred allocations of the same size, after the first."""
+    import torch
+
+    def touch():
+        torch.ones(megabytes << 18)
+
+    touch()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(100):
+        touch()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc can be told to keep pages")
+def test_a_worker_keeps_the_pages_that_it_frees():
+    faults = run_ranks(page_faults, 1, 40)[0]
+    assert faults < 2_000  # 40 MB are 10,240 pages: a hundred times that many without
