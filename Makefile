@@ -12,10 +12,10 @@ BIN := $(VENV)/bin
 # With the Python that CI has, the versions that CI has; with another one, the newest that fit pyproject.toml.
 PIN := $(shell $(PYTHON) -c 'import sys; print("--constraint constraints.txt --build-constraint constraints.txt" * (sys.version_info[:2] == (3, 11)))')
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --prefer-binary
-SOURCES := src tests
+SOURCES := src tests examples docs
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint types check format wheel clean
+.PHONY: help train test lint types check format docs wheel clean
 
 help:
 	@sed -n '/^#/!q;s/^# \{0,1\}//p' Makefile
@@ -54,6 +54,10 @@ check: lint types test
 format: $(BIN)/.dev
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
+
+# docs/cli.md, from the help texts of the command.
+docs: $(BIN)/.installed
+	$(BIN)/python docs/generate_cli.py
 
 wheel: $(BIN)/.dev
 	$(BIN)/python -m build --wheel

@@ -1,0 +1,115 @@
+"""What the README and the pages in docs say is true of this version."""
+
+import ast
+import difflib
+import re
+import runpy
+import shlex
+from pathlib import Path
+
+import pytest
+
+from evenstep import cli, options
+from evenstep.errors import CheckpointError
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^(?:<!-- (?P<mark>[^\n]*) -->\n)?```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.M | re.S)
+IDS = {"argvalues": PAGES, "ids": lambda page: page.name}
+
+
+def blocks(page, *kinds):
+    return [match for match in FENCE.finditer(page.read_text()) if match["kind"] in kinds]
+
+
+def command_lines():
+    """Every ``evenstep ...`` of the pages, in blocks and in the text: (page, words)."""
+    for page in PAGES:
+        lines = [line for block in blocks(page, "sh") for line in block["text"].splitlines()]
+        text = FENCE.sub("", page.read_text())
+        lines += [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text)]
+        for line in lines:
+            words = shlex.split(line, comments=True)
+            if words[:1] == ["torchrun"] and "evenstep" in words:
+                words = words[words.index("evenstep") :]
+            if words[:1] == ["evenstep"] and len(words) > 1:
+                yield page.name, words[1:]
+
+
+@pytest.mark.parametrize("page", **IDS)
+def test_links_lead_somewhere(page):
+    text = FENCE.sub("", page.read_text())
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    missing = [link for link in links if not (page.parent / link.partition("#")[0]).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", **IDS)
+def test_python_is_python_and_copies_are_equal(page):
+    for block in blocks(page, "python"):
+        ast.parse(block["text"])
+        kind, _, path = (block["mark"] or "").partition(": ")
+        if kind == "file":
+            assert block["text"] == (page.parent / path).read_text(), f"{page.name} and {path} differ"
+    for block in blocks(page, "diff"):
+        old, new = ((page.parent / path) for path in block["mark"].removeprefix("diff: ").split())
+        lines = difflib.unified_diff(
+            old.read_text().splitlines(),
+            new.read_text().splitlines(),
+            old.name,
+            new.name,
+            lineterm="",
+            n=2,
+        )
+        assert block["text"].splitlines() == list(lines), f"{page.name}: the diff is out of date"
+
+
+def test_the_pages_show_the_examples_and_six_new_lines():
+    marks = {block["mark"] for page in PAGES for block in blocks(page, "python", "diff")}
+    assert "file: examples/own_loop.py" in marks
+    assert "file: ../examples/talk.py" in marks
+    (diff,) = blocks(ROOT / "docs" / "quickstart.md", "diff")
+    added = [line for line in diff["text"].splitlines() if re.match(r"\+(?!\+\+)\s*\S", line)]
+    assert len(added) == 6
+    assert "+import evenstep" in added
+
+
+@pytest.mark.parametrize(
+    ("page", "words"), [pytest.param(*found, id=" ".join(found[1])) for found in command_lines()]
+)
+def test_command_lines_are_right(page, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command, flags = words[0], words[1:]
+    assert command in (*cli.COMMANDS, "--help", "--version"), page
+    if "--help" in flags:
+        return
+    if command == "eval":
+        options.parse_eval(flags)
+    elif command == "config":
+        assert flags[0] == "show"
+        options.parse([word for word in flags[1:] if word != "--toml"])
+    elif command == "train" and "--resume" in flags:
+        with pytest.raises(CheckpointError):  # every flag is right, and there is nothing to resume
+            options.parse(flags)
+    elif command == "train":
+        options.parse(flags)
+
+
+def test_the_page_of_flags_is_up_to_date():
+    generated = runpy.run_path(str(ROOT / "docs" / "generate_cli.py"))["page"]()
+    # Words only: another version of tyro may draw other lines and break them elsewhere.
+    written = re.findall(r"[\w-]{2,}", (ROOT / "docs" / "cli.md").read_text())
+    assert written == re.findall(r"[\w-]{2,}", generated), "run make docs"
+
+
+def test_the_readme_names_every_module():
+    (tree,) = (b for b in blocks(ROOT / "README.md", "text") if b["text"].startswith("src/evenstep/"))
+    named = {line.split()[0] for line in tree["text"].splitlines()[1:]}
+    source = ROOT / "src" / "evenstep"
+    there = {path.relative_to(source).as_posix() for path in source.rglob("*.py")} - {"data/__init__.py"}
+    assert {name for name in named if name.endswith(".py")} == there
+
+
+def test_every_row_has_its_section():
+    text = (ROOT / "docs" / "from-a-ddp-script.md").read_text()
+    assert [int(number) for number in re.findall(r"^## (\d+)\. ", text, re.M)] == list(range(1, 25))
