@@ -31,7 +31,9 @@ LAYERS = {
             "models",
             "optim",
             "metrics",
+            "writing",
             "checkpoint",
+            "saving",
             "snapshot",
         ),
         *(module for module in MODULES if module.partition(".")[0] == "data"),
@@ -40,9 +42,12 @@ LAYERS = {
     "the run": [
         *("agent", "program"),
         *("jobs", "launcher", "worker", "channel", "preload", "health", "failure", "reporter", "report"),
-        *("watch", "track"),
+        *("records", "watch", "track"),
     ],
-    "tools": ["verify", "bench", "doctor", "testing"],
+    "tools": [
+        *("recording", "frozen", "plain", "probes", "diagnosis", "fresh", "verify"),
+        *("bench", "doctor", "testing"),
+    ],
     "face": ["rundir", "options", "pages", "cli", "__main__", "__init__"],
 }
 LEVEL = {module: level for level, modules in enumerate(LAYERS.values()) for module in modules}
@@ -56,6 +61,7 @@ NO_TORCH = [
     "cli",
     "__main__",
     "reporter",
+    "records",
     "report",
     "watch",
     "track",

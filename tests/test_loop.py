@@ -6,6 +6,7 @@ from evenstep.errors import CheckpointError
 from evenstep.metrics import classification
 from evenstep.optim import make_schedule
 from evenstep.testing import run_ranks
+from evenstep.world import current
 from worlds import SmallNet, digest, images
 
 
@@ -20,6 +21,12 @@ class Notes:
 
     def evaluation(self, step, epoch, metrics):
         self.events.append(("evaluation", step))
+
+    def times(self, step, epoch, times):
+        assert len(times.data_s) == len(times.step_s) == len(times.wait_s) == current().world_size
+        assert times.steps <= step
+        for wait_s, step_s in zip(times.wait_s, times.step_s, strict=True):
+            assert wait_s is None or 0 <= wait_s <= step_s  # None: torch DDP has not sampled a step yet
 
     def checkpoint(self, step, epoch, path):
         self.events.append(("checkpoint", step))

@@ -10,7 +10,8 @@ from loguru import logger
 
 from evenstep.config import from_flat, read_toml
 from evenstep.errors import MachineError
-from evenstep.reporter import Facts, MetricsFile, Reporter, banner, final_line, group_lines, save_config
+from evenstep.records import MetricsFile, save_config
+from evenstep.reporter import Facts, Reporter, banner, final_line, group_lines
 from evenstep.world import World, num_cores
 
 FACTS = Facts(
@@ -145,7 +146,7 @@ def test_quiet_shows_nothing_and_writes_all_the_same(tmp_path):
     stream = Terminal()
     report_two_epochs(from_flat({"quiet": True}), stream, tmp_path)
     assert stream.getvalue() == ""
-    assert len(lines_of(tmp_path / "metrics.jsonl")) == 3
+    assert len(lines_of(tmp_path / "metrics.jsonl")) == 4
 
 
 def test_other_ranks_show_and_write_nothing(tmp_path):
@@ -185,10 +186,10 @@ def test_metrics_have_one_object_a_line(tmp_path):
     report_two_epochs(from_flat({"log_every": 2}), io.StringIO(), tmp_path)
     lines = lines_of(tmp_path / "metrics.jsonl")
     assert [(line["kind"], line["step"], line["epoch"]) for line in lines] == [
-        ("train", 2, 0), ("train", 4, 1), ("checkpoint", 4, 1), ("eval", 4, 1)
+        ("start", 0, 0), ("train", 2, 0), ("train", 4, 1), ("checkpoint", 4, 1), ("eval", 4, 1)
     ]  # fmt: skip
-    assert lines[0].keys() == {"kind", "step", "epoch", "loss", "lr", "images_per_s", "wall_s"}
-    assert lines[3]["accuracy"] == 0.5
+    assert lines[1].keys() == {"kind", "step", "epoch", "loss", "lr", "images_per_s", "wall_s"}
+    assert lines[4]["accuracy"] == 0.5
 
 
 def test_a_resumed_run_drops_the_lines_it_does_again_and_a_line_cut_off(tmp_path):

@@ -127,7 +127,7 @@ def test_the_run_directory(evenstep, tmp_path):
     assert step.name == f"step-{values['step']:08d}"
     assert {path.name for path in step.iterdir()} == {"manifest.json", "model.safetensors", "training.pt"}
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert {line["kind"] for line in lines} == {"train", "eval", "checkpoint"}
+    assert {line["kind"] for line in lines} == {"start", "train", "time", "eval", "checkpoint"}
     assert lines[-2]["accuracy"] == values["test_accuracy"] or lines[-1]["kind"] == "checkpoint"
 
 

@@ -102,7 +102,7 @@ def train(argv: Sequence[str]) -> int:
 
     config = _prepared(config)
 
-    from evenstep.reporter import save_config, save_sources
+    from evenstep.records import save_config, save_sources
 
     if place is None or place.rank == 0:
         save_config(config, Path(str(config.run.run_dir)))

@@ -14,6 +14,7 @@ from evenstep.drift import check_drift
 from evenstep.metrics import RateMeter
 from evenstep.state import TrainState
 from evenstep.step import Loss, train_step
+from evenstep.timing import Stopwatch, Times
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,9 @@ class Watcher(Protocol):
 
     def evaluation(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
         """After each evaluation."""
+
+    def times(self, step: int, epoch: int, times: Times) -> None:
+        """Before each evaluation is told: where the time of every rank went."""
 
     def checkpoint(self, step: int, epoch: int, path: str | Path) -> None:
         """After each checkpoint."""
@@ -106,7 +110,7 @@ def fit(
         DriftError: the ranks hold different weights.
         MachineError: a checkpoint cannot be written.
     """
-    meter = RateMeter()
+    meter, stopwatch = RateMeter(), Stopwatch()
     metrics: dict[str, float] = {}
     evaluated_at = saved_at = checked_at = -1
     first_step_at: float | None = None
@@ -122,8 +126,10 @@ def fit(
             return
         with off_the_clock():
             metrics = evaluation()
+            times = stopwatch.everybody(state.world, state.lanes.wait_per_step_s)
         evaluated_at = state.step
         if watcher is not None:
+            watcher.times(state.step, state.epoch, times)
             watcher.evaluation(state.step, state.epoch, metrics)
 
     def check_now() -> None:
@@ -146,8 +152,9 @@ def fit(
             watcher.checkpoint(state.step, state.epoch, path)
 
     start_step = state.step
-    for batch in train.batches(state, epochs=epochs, steps=steps):
-        result = train_step(state, batch, loss)
+    for batch in stopwatch.reading(train.batches(state, epochs=epochs, steps=steps)):
+        with stopwatch.stepping():
+            result = train_step(state, batch, loss)
         meter.update(batch.size)
         if first_step_at is None:
             first_step_at = time.time()

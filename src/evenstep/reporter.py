@@ -6,8 +6,6 @@ Results go to stdout, everything else to stderr. Nothing here imports torch, exc
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import os
 import sys
 import time
@@ -19,8 +17,12 @@ from typing import Any, TextIO
 import tqdm
 from loguru import logger
 
-from evenstep.config import TrainConfig, from_flat, write_toml
-from evenstep.errors import MachineError
+from evenstep import report
+from evenstep.config import TrainConfig, to_flat
+from evenstep.errors import MachineError, StoppedError
+from evenstep.records import MetricsFile, save_config, start_line
+from evenstep.timing import Times
+from evenstep.track import Tracker, open_tracker
 from evenstep.world import World, num_cores, share
 
 
@@ -157,56 +159,6 @@ def final_line(result: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def save_config(config: TrainConfig, run_dir: Path, world: World | None = None) -> None:
-    """Write ``config.toml`` into the run directory, whole or not at all.
-
-    Args:
-        config: the options. Where the directory is and how it was opened stay out of the file, so that
-            ``--config`` can start another run from it.
-        run_dir: the run's directory.
-        world: where it is known, its lanes and, in exact mode, threads go in: a resumed run keeps them.
-    """
-    fixed: dict[str, Any] = {"run_dir": None, "resume": False}
-    if world is not None:
-        fixed["lanes"] = world.lanes
-        if world.mode == "exact":  # in fast mode they follow the number of processes
-            fixed["threads"] = world.threads
-    _write_whole(run_dir / "config.toml", write_toml(from_flat(fixed, config)))
-
-
-def _write_whole(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}-{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
-
-
-class MetricsFile:
-    """``metrics.jsonl``: one JSON object a line, which reads as one run however often it was resumed.
-
-    Opening it drops lines of steps after ``start_step``, which will be done again, and a line that a
-    crash cut off.
-    """
-
-    def __init__(self, path: Path, start_step: int) -> None:
-        kept = []
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-            with contextlib.suppress(ValueError, TypeError, KeyError):
-                if start_step and json.loads(line)["step"] <= start_step:
-                    kept.append(line + "\n")
-        _write_whole(path, "".join(kept))
-        self._file = path.open("a", encoding="utf-8")
-
-    def write(self, **values: Any) -> None:
-        """Append one line, at once. Numbers that JSON cannot hold (NaN, infinity) become null."""
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        self._file.write(json.dumps(finite) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
 class Reporter:
     """Shows a run and keeps its metrics; on ranks other than 0 every method does nothing.
 
@@ -227,6 +179,8 @@ class Reporter:
         self._bar: tqdm.tqdm[Any] | None = None
         self._metrics: MetricsFile | None = None
         self._board: Any = None
+        self._tracker: Tracker | None = None
+        self._report: report.Refresher | None = None
         self._facts: Facts | None = None
         self._begun = self._since = time.perf_counter()
         self._images = 0
@@ -234,14 +188,17 @@ class Reporter:
     def __enter__(self) -> Reporter:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        # After a failure a restart waits for us, and the report has nothing new to say.
+        if kind is not None and issubclass(kind, StoppedError):
+            self._refresh(at_last=True)
         self.close()
 
     def start(self, facts: Facts) -> None:
         """Show the banner, write config.toml, open the files of metrics.
 
         Raises:
-            MachineError: TensorBoard was asked for and is not installed.
+            MachineError: TensorBoard or a tracker was asked for and is not installed.
         """
         if not self._active:
             return
@@ -256,6 +213,29 @@ class Reporter:
             run_dir.mkdir(parents=True, exist_ok=True)
             save_config(self._config, run_dir, self._world)
             self._metrics = MetricsFile(run_dir / "metrics.jsonl", facts.start_step)
+            self._metrics.write(
+                **start_line(
+                    self._world,
+                    step=facts.start_step,
+                    epoch=facts.start_epoch,
+                    data=facts.data,
+                    num_parameters=facts.num_parameters,
+                    total_steps=facts.total_steps,
+                )
+            )
+            self._report = report.Refresher(run_dir)
+            stale = (
+                (report.RESULT,) if facts.start_step else (report.RESULT, report.EVALUATION, report.REPORT)
+            )
+            for name in stale:
+                (run_dir / name).unlink(missing_ok=True)
+            if self._config.output.track:
+                self._tracker = open_tracker(
+                    self._config.output.track,
+                    run_dir,
+                    to_flat(self._config),
+                    resumed=bool(facts.start_step or self._world.restart),
+                )
             if self._config.output.tensorboard:
                 self._board = _open_board(run_dir / "tensorboard", facts.start_step)
         if self._shown and self._stream.isatty():
@@ -312,7 +292,20 @@ class Reporter:
         shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name != "samples")
         samples = f"  ({int(metrics['samples']):,} images)" if "samples" in metrics else ""
         self.message(f"evaluation after step {step}: {shown}{samples}")
+        self._refresh()
         self._since, self._images = time.perf_counter(), 0
+
+    def times(self, step: int, epoch: int, times: Times) -> None:
+        """Keep where the time of every rank went."""
+        self._write(
+            "time",
+            step,
+            epoch,
+            steps=times.steps,
+            data_s=[round(value, 4) for value in times.data_s],
+            step_s=[round(value, 4) for value in times.step_s],
+            wait_s=[None if value is None else round(value, 4) for value in times.wait_s],
+        )
 
     def checkpoint(self, step: int, epoch: int, path: str | Path) -> None:
         """Report a checkpoint that was written."""
@@ -326,6 +319,23 @@ class Reporter:
             for line in group_lines(groups):
                 logger.info("epoch {} done at step {}: {}", epoch, step, line)
 
+    def finish(self, result: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> None:
+        """Keep the result of the run and write its report.
+
+        Args:
+            result: what ``evenstep train --json`` prints.
+            evaluation: what ``predictions.summary`` says of the last evaluation.
+        """
+        if self._report is None:
+            return
+        run_dir = self._report.path.parent
+        report.write_whole(run_dir / report.RESULT, report.to_json(result) + "\n")
+        if evaluation is not None:
+            report.write_whole(run_dir / report.EVALUATION, report.to_json(evaluation) + "\n")
+        self._refresh(at_last=True)
+        if self._report.error is None:
+            self.message(f"report {self._report.path}")
+
     def message(self, text: str) -> None:
         """Show a line without breaking the bar."""
         if not self._shown:
@@ -337,10 +347,10 @@ class Reporter:
 
     def close(self) -> None:
         """Close the bar and the files. May be called twice."""
-        for part in (self._bar, self._metrics, self._board):
+        for part in (self._bar, self._metrics, self._board, self._tracker):
             if part is not None:
                 part.close()
-        self._bar = self._metrics = self._board = None
+        self._bar = self._metrics = self._board = self._tracker = None
 
     def _write(self, kind: str, step: int, epoch: int, **values: Any) -> None:
         if self._metrics is not None:
@@ -350,6 +360,19 @@ class Reporter:
             for name, value in values.items():
                 if isinstance(value, (int, float)):
                     self._board.add_scalar(f"{kind}/{name}", value, step)
+
+        if self._tracker is not None:
+            self._tracker.log(
+                {f"{kind}/{k}": v for k, v in values.items() if isinstance(v, (int, float))}, step
+            )
+
+    def _refresh(self, *, at_last: bool = False) -> None:
+        if self._report is None:
+            return
+        before = self._report.error
+        self._report.refresh(at_last=at_last)
+        if self._report.error is not None and (before is None or at_last):
+            self.message(f"no report: {self._report.error}")
 
     def _eta(self, step: int, total: int | None) -> str:
         start = self._facts.start_step if self._facts else 0

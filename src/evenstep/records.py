@@ -1,0 +1,86 @@
+"""The small files of a run directory: config.toml, where its values come from, and metrics.jsonl."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from evenstep import report
+from evenstep.config import TrainConfig, from_flat, write_toml
+from evenstep.world import World
+
+
+def save_config(config: TrainConfig, run_dir: Path, world: World | None = None) -> None:
+    """Write ``config.toml`` into the run directory, whole or not at all.
+
+    Args:
+        config: the options. Where the directory is and how it was opened stay out of the file, so that
+            ``--config`` can start another run from it.
+        run_dir: the run's directory.
+        world: where it is known, its lanes and, in exact mode, threads go in: a resumed run keeps them.
+    """
+    fixed: dict[str, Any] = {"run_dir": None, "resume": False}
+    if world is not None:
+        fixed["lanes"] = world.lanes
+        if world.mode == "exact":  # in fast mode they follow the number of processes
+            fixed["threads"] = world.threads
+    report.write_whole(run_dir / "config.toml", write_toml(from_flat(fixed, config)))
+
+
+def save_sources(sources: Mapping[str, str], run_dir: Path) -> None:
+    """Write where each option's value comes from; those of a resumed run keep the source they had."""
+    path = run_dir / report.SOURCES
+    kept = {}
+    with contextlib.suppress(OSError, ValueError):
+        kept = json.loads(path.read_text(encoding="utf-8"))
+    known = {k: kept.get(k, source) if source == "run directory" else source for k, source in sources.items()}
+    report.write_whole(path, json.dumps(known, indent=1) + "\n")
+
+
+class MetricsFile:
+    """``metrics.jsonl``: one JSON object a line, which reads as one run however often it was resumed.
+
+    Opening it drops lines of steps after ``start_step``, which will be done again, and a line that a
+    crash cut off.
+    """
+
+    def __init__(self, path: Path, start_step: int) -> None:
+        kept = []
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                if start_step and json.loads(line)["step"] <= start_step:
+                    kept.append(line + "\n")
+        report.write_whole(path, "".join(kept))
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, **values: Any) -> None:
+        """Append one line, at once. Numbers that JSON cannot hold (NaN, infinity) become null."""
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        self._file.write(json.dumps(finite) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def start_line(world: World, *, step: int, epoch: int, **facts: Any) -> dict[str, Any]:
+    """Return the line of metrics.jsonl that stands for a start, a restart after a failure, or a resume."""
+    return {
+        "kind": "start",
+        "step": step,
+        "epoch": epoch,
+        "time": round(time.time(), 3),
+        "restart": world.restart,
+        "world_size": world.world_size,
+        "lanes": world.lanes,
+        "mode": world.mode,
+        "device": world.device.partition(":")[0],
+        **facts,
+        "wall_s": 0.0,
+    }
