@@ -55,9 +55,9 @@ format: $(BIN)/.dev
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
 
-# docs/cli.md, from the help texts of the command.
+# docs/cli.md, from the help texts of the command, and the tree of modules in the README.
 docs: $(BIN)/.installed
-	$(BIN)/python docs/generate_cli.py
+	$(BIN)/python docs/generate.py
 
 wheel: $(BIN)/.dev
 	$(BIN)/python -m build --wheel

@@ -95,19 +95,22 @@ def test_command_lines_are_right(page, words, tmp_path, monkeypatch):
         options.parse(flags)
 
 
-def test_the_page_of_flags_is_up_to_date():
-    generated = runpy.run_path(str(ROOT / "docs" / "generate_cli.py"))["page"]()
+def test_what_is_generated_is_up_to_date():
+    generate = runpy.run_path(str(ROOT / "docs" / "generate.py"))
     # Words only: another version of tyro may draw other lines and break them elsewhere.
     written = re.findall(r"[\w-]{2,}", (ROOT / "docs" / "cli.md").read_text())
-    assert written == re.findall(r"[\w-]{2,}", generated), "run make docs"
+    assert written == re.findall(r"[\w-]{2,}", generate["cli_page"]()), "run make docs"
+    text = (ROOT / "README.md").read_text()
+    assert generate["readme"](text) == text, "run make docs"
 
 
-def test_the_readme_names_every_module():
-    (tree,) = (b for b in blocks(ROOT / "README.md", "text") if b["text"].startswith("src/evenstep/"))
-    named = {line.split()[0] for line in tree["text"].splitlines()[1:]}
-    source = ROOT / "src" / "evenstep"
-    there = {path.relative_to(source).as_posix() for path in source.rglob("*.py")} - {"data/__init__.py"}
-    assert {name for name in named if name.endswith(".py")} == there
+def test_a_new_module_gets_a_line_in_the_readme_and_a_removed_one_loses_it():
+    generate = runpy.run_path(str(ROOT / "docs" / "generate.py"))
+    text = (ROOT / "README.md").read_text()
+    changed = re.sub(r"  step\.py .*\n", "  gone.py            a module of yesterday\n", text)
+    again = generate["readme"](changed)
+    assert "gone.py" not in again
+    assert re.search(r"^  step\.py +The training step: the one function", again, re.M)
 
 
 def test_every_row_has_its_section():
