@@ -117,15 +117,16 @@ def read_arrays(
 
 def read_items(dataset: Any, requests: Iterable[Request], reading: Reading) -> Iterator[list[Any]]:
     """Yield one list of collated parts per request, for a map-style dataset."""
-    return _loaded(_Items(dataset, reading.seed, reading.collate), requests, reading)
+    return loaded(_Items(dataset, reading.seed, reading.collate), requests, reading)
 
 
 def read_stream(stream: Stream, reading: Reading) -> Iterator[Answer]:
     """Yield the global batches of an iterable dataset, with at most one worker process."""
-    return _loaded(stream, None, reading)
+    return loaded(stream, None, reading)
 
 
-def _loaded(dataset: Any, requests: Iterable[Request] | None, reading: Reading) -> Iterator[Any]:
+def loaded(dataset: Any, requests: Iterable[Request] | None, reading: Reading) -> Iterator[Any]:
+    """Yield what ``dataset`` gives for each request, or gives by itself, read here or in workers."""
     loader: DataLoader[Any] = DataLoader(
         dataset,
         batch_size=None,
@@ -253,12 +254,12 @@ class Stream(IterableDataset[Answer]):
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         items = self._seeded(epoch)
-        pending = list(_take(items, 1))
+        pending = list(take(items, 1))
         number = 0
         while pending:
             # One item of look-ahead tells whether this batch is the last one of the epoch.
-            batch = pending + list(_take(items, self.batch_size - 1))
-            pending = list(_take(items, 1))
+            batch = pending + list(take(items, self.batch_size - 1))
+            pending = list(take(items, 1))
             if number >= skip:
                 yield self._answer(epoch, number, batch, last=not pending)
             number += 1
@@ -295,6 +296,7 @@ class Stream(IterableDataset[Answer]):
         return Answer(epoch, number, len(batch), last, parts, data)
 
 
-def _take(items: Iterator[Any], n: int) -> Iterator[Any]:
+def take(items: Iterator[Any], n: int) -> Iterator[Any]:
+    """Yield the next ``n`` items, or fewer if there are no more; takes no item more than that."""
     for _, item in zip(range(n), items, strict=False):
         yield item

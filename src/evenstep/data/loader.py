@@ -7,6 +7,7 @@ takes ``order[s*B:(s+1)*B]`` (the last batch may be shorter and is kept), and la
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Iterator, Sequence
@@ -31,6 +32,7 @@ from evenstep.data.fetch import (
     read_items,
     read_stream,
 )
+from evenstep.data.shards import ShardedStream, has_shards, sharded_epoch
 from evenstep.errors import ConfigError, DataError
 from evenstep.world import World, current, share
 
@@ -76,6 +78,12 @@ class Loader:
       own samples, so reading does not get faster with more processes. ``shuffle`` does nothing; its
       ``set_epoch(epoch)`` is called before each epoch if it has one. Resuming inside an epoch reads and
       drops the items before. At most one worker.
+    * an IterableDataset that also has ``shard(index, count)``, which returns an iterable over part ``index``
+      of ``count``: every lane reads its own shard, and nothing else is read. Shards may differ in length and
+      may be empty. Lane l takes ``len(share(l, lanes, batch_size))`` samples of its shard a step; when its
+      shard has ended it is empty, and the epoch ends with the last shard. The parts of all lanes have to
+      hold every sample once. ``shard`` may be called several times in an epoch. Taking the next batch is
+      collective then. Evaluation reads the whole stream.
 
     Before each item is read, the random states of Python, numpy and torch are seeded from (seed, epoch,
     sample), and put back after it: a random transform has the same bits with any number of processes and
@@ -228,6 +236,9 @@ class Loader:
     ) -> Iterator[Batch]:
         if steps is not None and step >= steps:
             return
+        if has_shards(self.dataset):
+            yield from self._sharded_batches(step, epoch, epoch_step, epochs, steps)
+            return
         split = functools.partial(_stream_lanes, world=self.world, batch_size=self.batch_size)
         stream = Stream(
             self.dataset, self.batch_size, split, self.reading, epoch=epoch, skip=epoch_step, epochs=epochs
@@ -242,6 +253,21 @@ class Loader:
                     return
         finally:
             answers.close()
+
+    def _sharded_batches(
+        self, step: int, epoch: int, epoch_step: int, epochs: int | None, steps: int | None
+    ) -> Iterator[Batch]:
+        while epochs is None or epoch < epochs:
+            stream = ShardedStream(
+                self.dataset, self.batch_size, self.world, self.reading, epoch=epoch, skip=epoch_step
+            )
+            with contextlib.closing(sharded_epoch(stream, self.world, step)) as batches:
+                for batch in batches:
+                    yield batch
+                    step += 1
+                    if step == steps:
+                        return
+            epoch, epoch_step = epoch + 1, 0
 
 
 def lane_parts(batch: tuple[int, ...], world: World) -> tuple[Part, ...]:
