@@ -43,7 +43,7 @@ def collect(run_dir: str | Path) -> dict[str, Any]:
     check_run(path)
     lines = list(_lines(path / METRICS))
     starts, timed = _on_one_clock(lines)
-    first: Mapping[str, Any] = starts[0] if starts else {}
+    newest: Mapping[str, Any] = starts[-1] if starts else {}
     last = timed[-1] if timed else {}
     result = _json(path / RESULT)
     checkpoints = _checkpoints(path)
@@ -54,7 +54,7 @@ def collect(run_dir: str | Path) -> dict[str, Any]:
         "step": last.get("step", 0),
         "epoch": last.get("epoch", 0),
         "updated": _mtime(path / METRICS),
-        "facts": {key: first[key] for key in ("data", "num_parameters", "total_steps") if key in first},
+        "facts": {k: newest[k] for k in ("data", "num_parameters", "total_steps") if k in newest},
         "starts": starts,
         "train": _columns(timed, "train"),
         "eval": _columns(timed, "eval"),

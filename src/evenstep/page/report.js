@@ -45,6 +45,10 @@
     const rest = `${two(Math.floor(whole / 60) % 60)}:${two(whole % 60)}`;
     return whole < 3600 ? rest : `${Math.floor(whole / 3600)}:${rest}`;
   }
+  function date(seconds) { // local time, as 2026-12-01 03:33
+    if (!seconds) return "–";
+    return new Date(seconds * 1000).toLocaleString("sv-SE", {dateStyle: "short", timeStyle: "medium"});
+  }
   const bytes = (value) => (value < 1e6 ? `${(value / 1e3).toFixed(0)} kB` : `${(value / 1e6).toFixed(1)} MB`);
   const table = (head, rows) => h("div", {class: "scroll"}, h("table", {}, head ? h("tr", {}, head.map((cell) => h("th", {}, cell))) : null, rows));
   const pairs = (object) => table(null, Object.entries(object).map(([key, value]) => h("tr", {}, h("th", {}, key), h("td", {class: /sha256|dir/.test(key) ? "mono" : null}, typeof value === "number" ? number(value) : text(value)))));
@@ -87,14 +91,14 @@
     const facts = run.facts, start = last(run.starts) || {};
     const parts = [facts.data, known(facts.num_parameters) ? `${number(facts.num_parameters)} parameters` : null,
       known(start.world_size) ? `${start.world_size} process${start.world_size === 1 ? "" : "es"}, ${start.lanes} lane${start.lanes === 1 ? "" : "s"}, ${start.mode} mode, ${start.device}` : null,
-      run.updated ? `last line ${new Date(run.updated * 1000).toLocaleString("en-GB")}` : null];
+      run.updated ? `last line ${date(run.updated)}` : null];
     return h("header", {}, h("div", {class: "head"}, h("h1", {}, run.name), status(run), live), h("div", {class: "soft small"}, parts.filter(known).join(" · ")));
   }
   function tiles() {
     if (data.runs.length > 1) return h("div");
     const run = data.runs[0], values = outcome(run), total = run.facts.total_steps;
     const shown = [["test accuracy", percent(values.test_accuracy)], ["test loss", number(values.test_loss)], ["train loss", number(values.train_loss)],
-      ["step", number(values.step) + (known(total) && total !== values.step ? ` of ${number(total)}` : "")], ["images/s", number(values.images_per_s)],
+      ["step", number(values.step) + (known(total) && total > values.step ? ` of ${number(total)}` : "")], ["images/s", number(values.images_per_s)],
       ["restarts", number(values.restarts)], ["running time", duration(values.running_s)]];
     return h("div", {class: "tiles"}, shown.map(([name, value]) => h("div", {class: "tile"}, h("b", {}, value), h("span", {class: "soft small"}, name))));
   }
@@ -177,7 +181,7 @@
       width, height: 230, padding: [10, 14, 0, 0],
       scales: {x: {time: false}},
       axes: [
-        {stroke: ink, grid, ticks: grid, font, space: 70, values: (_, splits) => splits.map((value) => (axis === "step" ? number(value) : duration(value)))},
+        {stroke: ink, grid, ticks: grid, font, space: 55, values: (_, splits) => splits.map((value) => (axis === "step" ? number(value) : duration(value)))},
         {stroke: ink, grid, ticks: grid, font, size: 66, values: (_, splits) => splits.map((value) => (plot.values ? `${Number((100 * value).toFixed(3))} %` : number(value)))},
       ],
       series: [{label: axis === "step" ? "step" : "time", value: (_, value) => (axis === "step" ? number(value) : duration(value))}, ...series],
@@ -199,7 +203,7 @@
       }
       if (!entry) {
         const target = h("div");
-        box.append(card(plot.title, target));
+        box.append(card(plot.title, data.runs.length > 1 && plot.of.length > 1 ? h("div", {class: "soft small"}, "dashed: train") : null, target));
         entry = {target};
         charts.set(plot.title, entry);
         new ResizeObserver(() => entry.plot && entry.target.clientWidth !== entry.plot.width && entry.plot.setSize({width: entry.target.clientWidth, height: 230})).observe(target);
@@ -222,7 +226,7 @@
     if (data.runs.length > 1) return h("div");
     const run = data.runs[0], starts = run.starts;
     if (starts.length < 2) return h("div");
-    const rows = starts.map((start, i) => h("tr", {}, h("td", {}, i === 0 ? "start" : start.resumed ? "resumed" : `restart ${start.restart}`), h("td", {}, number(start.step)), h("td", {}, duration(start.t)), h("td", {}, text(start.world_size)), h("td", {}, start.time ? new Date(start.time * 1000).toLocaleString("en-GB") : "–")));
+    const rows = starts.map((start, i) => h("tr", {}, h("td", {}, i === 0 ? "start" : start.resumed ? "resumed" : `restart ${start.restart}`), h("td", {}, number(start.step)), h("td", {}, duration(start.t)), h("td", {}, text(start.world_size)), h("td", {}, date(start.time))));
     return card("Starts and restarts", table(["", "from step", "running time", "processes", "at"], rows));
   }
   function times() {
@@ -261,8 +265,8 @@
   function wrong() {
     const found = data.runs[0].evaluation;
     if (data.runs.length > 1 || !found || !found.wrong.length) return h("div");
-    const figures = found.wrong.map((one) => h("figure", {title: `loss ${number(one.loss)}`}, one.image ? h("img", {src: one.image, alt: `test sample ${one.index}`}) : null,
-      h("figcaption", {}, h("b", {}, found.classes[one.label]), " taken for ", h("b", {}, found.classes[one.predicted]), h("div", {class: "soft"}, `${(100 * one.confidence).toFixed(0)} % sure, #${one.index}`))));
+    const figures = found.wrong.map((one) => h("figure", {title: `test sample ${one.index}, loss ${number(one.loss)}`}, one.image ? h("img", {src: one.image, alt: `test sample ${one.index}`}) : null,
+      h("figcaption", {}, h("b", {}, found.classes[one.label]), " taken for ", h("b", {}, found.classes[one.predicted]), h("div", {class: "soft"}, `${(100 * one.confidence).toFixed(0)} % sure`))));
     return card("Most wrong", h("p", {class: "soft small"}, "The test samples with the highest loss."), h("div", {class: "wrong"}, figures));
   }
   function options() {
@@ -272,13 +276,14 @@
     const chosen = run.config.filter((option) => option[2] !== "default"), rest = run.config.filter((option) => option[2] === "default");
     return card("Options", chosen.length ? table(["option", "value", "from"], chosen.map((option) => row(option, true))) : h("p", {class: "soft"}, "All options are the defaults."), details(`${rest.length} defaults`, table(["option", "value", "from"], rest.map((option) => row(option, false)))));
   }
-  function numbers() {
+  function result() {
     const run = data.runs[0];
-    if (data.runs.length > 1) return h("div");
-    const parts = [];
-    if (Object.keys(run.result).length) parts.push(card("Result", pairs(run.result)));
-    if (Object.keys(run.numerics || {}).length) parts.push(card("Numerics key", h("p", {class: "soft small"}, "What the bits depend on besides the options. Runs with the same key, options and data have the same weights."), pairs(run.numerics)));
-    return h("div", {}, parts);
+    return data.runs.length > 1 || !Object.keys(run.result).length ? h("div") : card("Result", pairs(run.result));
+  }
+  function numerics() {
+    const run = data.runs[0];
+    if (data.runs.length > 1 || !Object.keys(run.numerics || {}).length) return h("div");
+    return card("Numerics key", h("p", {class: "soft small"}, "What the bits depend on besides the options. Runs with the same key, options and data have the same weights."), pairs(run.numerics));
   }
   function checkpoints() {
     const run = data.runs[0];
@@ -288,16 +293,16 @@
 
   // ---- the page
 
-  const SECTIONS = {header, tiles, comparison, differences, controls, charts: null, timeline, times, confusion, wrong, options, numbers, checkpoints};
-  const COLUMNS = [["confusion", "wrong"], ["options", "numbers"]];
+  const SECTIONS = {header, tiles, comparison, differences, controls, charts: null, timeline, times, confusion, wrong, options, numerics, result, checkpoints};
+  const COLUMNS = [[["confusion"], ["wrong"]], [["options", "numerics"], ["result"]]];
   const shown = {};
   function build() {
     const made = {};
     for (const name of Object.keys(SECTIONS)) made[name] = h("div", name === "charts" ? {id: "charts", class: "charts"} : {"data-part": name});
     for (const name of Object.keys(SECTIONS)) {
-      const columns = COLUMNS.find((group) => group.includes(name));
+      const columns = COLUMNS.find((group) => group.flat().includes(name));
       if (!columns) page.append(made[name]);
-      else if (columns[0] === name) page.append(h("div", {class: "two"}, columns.map((one) => made[one])));
+      else if (columns[0][0] === name) page.append(h("div", {class: "two"}, columns.map((column) => h("div", {}, column.map((one) => made[one])))));
     }
     page.append(h("footer", {}, `evenstep ${data.version} · curves by uPlot · this page loads nothing from the network`));
     return made;
