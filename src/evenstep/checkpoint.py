@@ -16,14 +16,11 @@ then renamed. So a checkpoint is there whole or not at all, wherever the writer 
 
 from __future__ import annotations
 
-import contextlib
-import json
-import math
 import os
 import pickle
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,25 +28,40 @@ from typing import Any
 import safetensors.torch
 import torch
 from loguru import logger
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from evenstep.errors import CheckpointError, ConfigError, MachineError
+from evenstep.errors import CheckpointError, ConfigError
 from evenstep.manifest import (
-    FORMAT_VERSION,
     MANIFEST,
     MODEL,
     TRAINING,
     advice,
     check_sizes,
-    file_entry,
     read_manifest,
-    sha256_of,
+    temporary_name,
+    verify,
 )
-from evenstep.storable import plain_values, plain_weights
+from evenstep.writing import Content, gather, path_of, write_files
+
+__all__ = [
+    "MANIFEST",
+    "MODEL",
+    "TRAINING",
+    "Checkpoint",
+    "CheckpointInfo",
+    "latest",
+    "load",
+    "load_into",
+    "ls",
+    "path_of",
+    "prune",
+    "save",
+    "unwrapped",
+    "verify",
+    "write",
+]
 
 _NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
-_TEMPORARY = re.compile(r"\.tmp-step-\d+-(\d+)")
 
 
 @dataclass(frozen=True)
@@ -127,101 +139,16 @@ def save(
         MachineError: the files cannot be written.
     """
     _check_keep(keep)
-    tensors, aliases = plain_weights(model)
-    plain_training = plain_values(training, "training")
-    plain_meta = plain_values(meta, "meta", json_only=True)
-    parent = Path(run_dir) / "checkpoints"
-    target = parent / f"step-{step:08d}"
-    temporary = parent / f".tmp-step-{step:08d}-{os.getpid()}"
-    with _write_errors(target):
-        if not parent.is_dir():
-            parent.mkdir(parents=True)
-            _flush(parent.parent)
-        _clean(parent)
-        try:
-            temporary.mkdir()
-            # The metadata are those of safetensors.torch.save_model, so its load_model restores the aliases.
-            safetensors.torch.save_file(tensors, temporary / MODEL, {"format": "pt", **aliases})
-            with open(temporary / TRAINING, "wb") as file:
-                torch.save(plain_training, file)
-            manifest = {
-                "format_version": FORMAT_VERSION,
-                "step": step,
-                "score": None if score is None or math.isnan(score) else float(score),
-                "meta": plain_meta,
-                "files": {name: file_entry(temporary / name) for name in (MODEL, TRAINING)},
-                "aliases": aliases,
-            }
-            (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-            for name in (MODEL, TRAINING, MANIFEST):
-                _flush(temporary / name)
-            _flush(temporary)
-            _put_in_place(temporary, target, manifest)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+    content = gather(step=step, model=model, training=training, meta=meta, score=score)
+    return write(run_dir, content, keep=keep)
+
+
+def write(run_dir: str | Path, content: Content, *, keep: int = 3) -> Path:
+    """Write a checkpoint from its gathered content; otherwise as :func:`save`."""
+    _check_keep(keep)
+    path = write_files(run_dir, content)
     prune(run_dir, keep=keep)
-    return target
-
-
-def _put_in_place(temporary: Path, target: Path, manifest: dict[str, Any]) -> None:
-    """Give a finished directory its name, in place of one that may be there."""
-    parent = target.parent
-    if target.exists():
-        same = not verify(target) and read_manifest(target)["files"] == manifest["files"]
-        if same:
-            os.replace(temporary / MANIFEST, target / MANIFEST)
-            _flush(target)
-            return
-        # A directory cannot be replaced in one go. Between the two renames the old one still counts,
-        # under its other name.
-        aside = target.with_name(target.name + ".replaced")
-        shutil.rmtree(aside, ignore_errors=True)
-        os.rename(target, aside)
-    os.rename(temporary, target)
-    _flush(parent)
-
-
-@contextlib.contextmanager
-def _write_errors(target: Path) -> Iterator[None]:
-    """Turn the errors of writing files into a MachineError."""
-    try:
-        yield
-    # A failed write is an OSError in Python, a SafetensorError in safetensors, a RuntimeError in torch.
-    except (OSError, SafetensorError, RuntimeError) as error:
-        there = next(p for p in (target, *target.absolute().parents) if p.exists())
-        free = shutil.disk_usage(there).free
-        raise MachineError(
-            f"cannot write the checkpoint {target}: {error} ({free:,} bytes are free there). The older "
-            "checkpoints are untouched. Free some space or correct the permissions and go on with --resume; "
-            "--keep 1 needs the least space, --run-dir chooses another place."
-        ) from error
-
-
-def _flush(path: Path) -> None:
-    """Have a file or a directory written to the disk itself."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _clean(parent: Path) -> None:
-    """Remove what writers that died have left."""
-    for path in parent.iterdir():
-        match = _TEMPORARY.fullmatch(path.name)
-        if match and (int(match[1]) == os.getpid() or not _is_alive(int(match[1]))):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    return path
 
 
 def prune(run_dir: str | Path, *, keep: int) -> None:
@@ -250,7 +177,7 @@ def prune(run_dir: str | Path, *, keep: int) -> None:
         if path in kept.values() or info.step > newest_step:
             continue
         # Renamed first, so that a half-removed directory never looks like a checkpoint.
-        doomed = path.parent / f".tmp-step-{info.step:08d}-{os.getpid()}"
+        doomed = path.parent / temporary_name(info.step)
         try:
             os.rename(path, doomed)
             shutil.rmtree(doomed)
@@ -306,28 +233,6 @@ def latest(run_dir: str | Path) -> Path | None:
             return path
         logger.warning("skipping a damaged checkpoint: {}", problem)
     return None
-
-
-def verify(path: str | Path) -> list[str]:
-    """Return what is wrong with a checkpoint, one line per problem; an empty list if it is whole.
-
-    Reads all its files and compares their SHA-256.
-    """
-    path = Path(path)
-    try:
-        manifest = read_manifest(path)
-        check_sizes(path, manifest)
-    except CheckpointError as error:
-        return [str(error)]
-    problems = []
-    for name, entry in manifest["files"].items():
-        found = sha256_of(path / name)
-        if found != entry["sha256"]:
-            problems.append(
-                f"{path / name} is damaged: its SHA-256 is {found}, but {entry['sha256']} was written. "
-                f"{advice(path)}"
-            )
-    return problems
 
 
 def load(path: str | Path, *, map_location: str | torch.device = "cpu") -> Checkpoint:

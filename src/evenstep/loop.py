@@ -54,7 +54,7 @@ class Watcher(Protocol):
         """Before each evaluation is told: where the time of every rank went."""
 
     def checkpoint(self, step: int, epoch: int, path: str | Path) -> None:
-        """After each checkpoint."""
+        """After each checkpoint, once it is on the disk: training may be some steps ahead by then."""
 
     def epoch_end(self, step: int, epoch: int, groups: Sequence[Mapping[str, Any]]) -> None:
         """After each epoch."""
@@ -108,7 +108,7 @@ def fit(
     Raises:
         DivergedError, StoppedError: as ``train_step``.
         DriftError: the ranks hold different weights.
-        MachineError: a checkpoint cannot be written.
+        MachineError: the last checkpoint cannot be written, or two in a row cannot.
     """
     meter, stopwatch = RateMeter(), Stopwatch()
     metrics: dict[str, float] = {}
@@ -138,7 +138,7 @@ def fit(
             check_drift(state.model, state.step, state.world)
             checked_at = state.step
 
-    def save_now() -> None:
+    def save_now(*, wait: bool = False) -> None:
         nonlocal saved_at
         if saved_at == state.step:
             return
@@ -146,10 +146,8 @@ def fit(
             check_now()
         score = metrics.get(cadence.best) if evaluated_at == state.step else None
         with off_the_clock():
-            path = state.save(score=score, keep=cadence.keep)
+            state.save(score=score, keep=cadence.keep, wait=wait)
         saved_at = state.step
-        if watcher is not None and path is not None:
-            watcher.checkpoint(state.step, state.epoch, path)
 
     start_step = state.step
     for batch in stopwatch.reading(train.batches(state, epochs=epochs, steps=steps)):
@@ -172,7 +170,17 @@ def fit(
         every = cadence.checkpoint_every_steps
         if every is not None and state.step % every == 0:
             save_now()
+        _tell_saved(state, watcher)
     evaluate_now()
     if state.step > start_step:
-        save_now()
+        save_now(wait=True)
+    state.finish_saving()
+    _tell_saved(state, watcher)
     return FitResult(metrics, meter.per_s, first_step_at)
+
+
+def _tell_saved(state: TrainState, watcher: Watcher | None) -> None:
+    """Tell of the checkpoints that have got onto the disk meanwhile."""
+    for saved in state.take_saved():
+        if watcher is not None:
+            watcher.checkpoint(saved.step, saved.epoch, saved.path)

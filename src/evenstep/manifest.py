@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,18 @@ from evenstep.errors import CheckpointError
 
 FORMAT_VERSION = 1
 MODEL, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json"
+_TEMPORARY = re.compile(r"\.tmp-step-\d+-(\d+)(?:-(\d+))?")
+
+
+def temporary_name(step: int) -> str:
+    """Return the name of a directory that is not a checkpoint yet, or not any more; it tells the writer."""
+    return f".tmp-step-{step:08d}-{os.getpid()}-{threading.get_native_id()}"
+
+
+def writer_of(name: str) -> tuple[int, int | None] | None:
+    """Return (process, thread) that made a directory with a temporary name, or None for other names."""
+    match = _TEMPORARY.fullmatch(name)
+    return None if match is None else (int(match[1]), int(match[2]) if match[2] else None)
 
 
 def file_entry(path: Path) -> dict[str, Any]:
@@ -85,3 +100,25 @@ def check_sizes(path: Path, manifest: dict[str, Any]) -> None:
             raise CheckpointError(
                 f"{path / name} has {size:,} bytes, but {entry['bytes']:,} were written. {advice(path)}"
             )
+
+
+def verify(path: str | Path) -> list[str]:
+    """Return what is wrong with a checkpoint, one line per problem; an empty list if it is whole.
+
+    Reads all its files and compares their SHA-256.
+    """
+    path = Path(path)
+    try:
+        manifest = read_manifest(path)
+        check_sizes(path, manifest)
+    except CheckpointError as error:
+        return [str(error)]
+    problems = []
+    for name, entry in manifest["files"].items():
+        found = sha256_of(path / name)
+        if found != entry["sha256"]:
+            problems.append(
+                f"{path / name} is damaged: its SHA-256 is {found}, but {entry['sha256']} was written. "
+                f"{advice(path)}"
+            )
+    return problems

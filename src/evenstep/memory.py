@@ -21,7 +21,7 @@ from evenstep import checkpoint, devices
 from evenstep.config import TrainConfig, from_flat
 from evenstep.data.batch import Batch, LaneBatch
 from evenstep.devices import GpuUse
-from evenstep.errors import EvenstepError, MemoryExhaustedError
+from evenstep.errors import EvenstepError, MachineError, MemoryExhaustedError
 from evenstep.manifest import read_manifest
 from evenstep.state import TrainState
 from evenstep.world import World
@@ -107,6 +107,8 @@ def save_for_more_lanes(state: TrainState) -> None:
     Every rank has the same state, so it does not matter which one's lane did not fit. If several ranks call,
     one writes.
     """
+    with contextlib.suppress(MachineError):  # it has been logged; what counts is the save below
+        state.finish_saving()
     lanes = 2 * state.world.lanes
     run_dir = Path(str(state.world.run_dir))
     if state.device.type == "cuda":

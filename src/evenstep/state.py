@@ -21,6 +21,7 @@ from evenstep.data.batch import Batch
 from evenstep.errors import CheckpointError, ConfigError, DivergedError
 from evenstep.lanes import Lanes
 from evenstep.optim import Schedule, apply_schedule
+from evenstep.saving import Saved, Saver
 from evenstep.world import World, current
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -125,6 +126,7 @@ class TrainState:
         self.epoch_step = 0
         self.meta: dict[str, Any] = {}
         self.double_lanes_on_oom = False
+        self._saver = Saver(self.world)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self._loss_samples = 0
         self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
@@ -250,22 +252,27 @@ class TrainState:
             "numerics": asdict(self.numerics),
         }
 
-    def save(self, *, score: float | None = None, keep: int = 3) -> Path | None:
-        """Write a checkpoint into the run directory. Between steps; any rank may call, rank 0 writes.
+    def save(self, *, score: float | None = None, keep: int = 3, wait: bool = False) -> Path | None:
+        """Save a checkpoint into the run directory. Between steps; any rank may call, rank 0 writes.
+
+        Training waits only while the state is copied; the files are written in the background, one
+        checkpoint at a time. The end of main waits for them, and so does :meth:`finish_saving`.
 
         Args:
             score: how good this state is (higher is better); the best checkpoint is kept.
             keep: how many of the newest checkpoints are kept.
+            wait: return when the checkpoint is on the disk.
 
         Returns:
             The checkpoint's directory on rank 0, None on the others and without a run directory.
 
         Raises:
-            MachineError: it cannot be written; older checkpoints are untouched.
+            MachineError: it cannot be written, older checkpoints are untouched. Without ``wait``, a single
+                failure is logged and the run goes on; the next save raises if it fails, too.
         """
         if self.world.run_dir is None or not self.world.is_first:
             return None
-        return checkpoint.save(
+        self._saver.save(
             self.world.run_dir,
             step=self.step,
             model=self.model.state_dict(),
@@ -273,7 +280,21 @@ class TrainState:
             meta=self.manifest_meta(),
             score=score,
             keep=keep,
+            wait=wait,
         )
+        return checkpoint.path_of(self.world.run_dir, self.step)
+
+    def finish_saving(self) -> None:
+        """Wait until the last checkpoint is on the disk.
+
+        Raises:
+            MachineError: it could not be written.
+        """
+        self._saver.wait()
+
+    def take_saved(self) -> list[Saved]:
+        """Return the checkpoints that have got onto the disk since the last call."""
+        return self._saver.take_saved()
 
     def restore(self, path: str | Path) -> None:
         """Take the state of a checkpoint. Every rank must call, with the same path.

@@ -116,7 +116,7 @@ def _raise_diverged(state: TrainState, batch: Batch, mean: Tensor, own: dict[int
 
 
 def _raise_stopped(state: TrainState, totals: Totals) -> NoReturn:
-    path = state.save()
+    path = state.save(wait=True)
     saved = "" if state.world.run_dir is None else " and saved"
     raise StoppedError(
         f"asked to stop: all ranks stopped{saved} after step {state.step}"

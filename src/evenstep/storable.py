@@ -12,15 +12,19 @@ from torch import Tensor, nn
 from evenstep.errors import ConfigError
 
 
-def plain_weights(model: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+def plain_weights(
+    model: Mapping[str, Tensor], *, copied_from: set[torch.device] | None = None
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the weights as contiguous CPU tensors that share no memory, and the keys that share a tensor.
 
     Args:
         model: a state_dict, on any device, with views and shared tensors.
+        copied_from: if given, every tensor is copied, and the devices that they came from are added here. A
+            copy from a GPU may still be under way: it is there when the GPU's current stream gets to it.
 
     Returns:
-        The tensors by key; and for each key that shares its tensor with an earlier one, that key's name. The
-        tensors may be those of ``model`` itself, so they are to be read only.
+        The tensors by key; and for each key that shares its tensor with an earlier one, that key's name.
+        Without ``copied_from`` the tensors may be those of ``model`` itself, so they are to be read only.
 
     Raises:
         ConfigError: a value is not a dense tensor; the message names its key.
@@ -40,7 +44,10 @@ def plain_weights(model: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
             aliases[key] = first_key[identity]
             continue
         first_key[identity] = key
-        tensor = _own(value.detach().cpu().contiguous())
+        if copied_from is None:
+            tensor = _own(value.detach().cpu().contiguous())
+        else:
+            tensor = _copied(value.detach(), copied_from, torch.contiguous_format)
         if tensor.untyped_storage().data_ptr() in storages:  # safetensors stores no memory twice
             tensor = tensor.clone()
         storages.add(tensor.untyped_storage().data_ptr())
@@ -48,7 +55,9 @@ def plain_weights(model: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
     return tensors, aliases
 
 
-def plain_values(value: Any, where: str, *, json_only: bool = False) -> Any:
+def plain_values(
+    value: Any, where: str, *, json_only: bool = False, copied_from: set[torch.device] | None = None
+) -> Any:
     """Return ``value`` with everything in it in types that are read back without running code.
 
     Mappings become dicts, named tuples tuples, enums of numbers and NumPy's numbers Python's numbers,
@@ -58,19 +67,21 @@ def plain_values(value: Any, where: str, *, json_only: bool = False) -> Any:
         value: nested dicts, lists and tuples of tensors, numbers, strings, bytes, None, dtypes and devices.
         where: the place of ``value``, for the messages.
         json_only: allow only what JSON can hold; tuples become lists.
+        copied_from: as for :func:`plain_weights`.
 
     Raises:
         ConfigError: something else is in it; the message names its place.
     """
     if value is None or type(value) in (bool, str):
         return value
+    inner: dict[str, Any] = {"json_only": json_only, "copied_from": copied_from}
     if isinstance(value, Mapping):
         return {
-            _checked_key(key, where, json_only): plain_values(item, f"{where}[{key!r}]", json_only=json_only)
+            _checked_key(key, where, json_only): plain_values(item, f"{where}[{key!r}]", **inner)
             for key, item in value.items()
         }
     if isinstance(value, (list, tuple)):
-        items = [plain_values(item, f"{where}[{i}]", json_only=json_only) for i, item in enumerate(value)]
+        items = [plain_values(item, f"{where}[{i}]", **inner) for i, item in enumerate(value)]
         return tuple(items) if isinstance(value, tuple) and not json_only else items
     for kind in (int, float, str):
         if isinstance(value, kind):
@@ -79,7 +90,8 @@ def plain_values(value: Any, where: str, *, json_only: bool = False) -> Any:
         return value.item()
     if not json_only:
         if _is_dense(value):
-            return _own(value.detach().cpu())
+            tensor = value.detach()
+            return _own(tensor.cpu()) if copied_from is None else _copied(tensor, copied_from)
         if isinstance(value, (bytes, torch.dtype, torch.device)):
             return value
     allowed = (
@@ -114,6 +126,20 @@ def _own(tensor: Tensor) -> Tensor:
     """Return a tensor that is all of its memory; a file would hold the rest of the memory, too."""
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     return tensor if whole else tensor.clone()
+
+
+def _copied(
+    tensor: Tensor, copied_from: set[torch.device], layout: torch.memory_format = torch.preserve_format
+) -> Tensor:
+    """Return a copy on the CPU that is all of its memory."""
+    copied_from.add(tensor.device)
+    if tensor.device.type == "cpu":
+        return tensor.clone(memory_format=layout)
+    if layout is torch.contiguous_format:
+        tensor = tensor.contiguous()
+    # From a CUDA GPU this goes into pinned memory and only joins the stream's queue. What later steps write
+    # comes behind it in the same queue.
+    return tensor.to("cpu", non_blocking=tensor.is_cuda, copy=True)
 
 
 def _kind(value: Any) -> str:

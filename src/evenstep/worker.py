@@ -107,6 +107,8 @@ def entry(job: Job) -> None:
             try:
                 value = _call(job, here)
             except BaseException as error:
+                if not failure.record(error, place.rank).secondary:
+                    _finish(here)  # the launching process soon ends a worker that has told of its failure
                 # Before the process group is destroyed: that may wait for a peer that never comes.
                 _note(job, place, line, error)
                 raise
@@ -146,7 +148,9 @@ def run_here(main: Callable[..., Any], args: tuple[Any, ...], setting: Setting) 
     shared = world.variables(devices.variables(setting.devices, place.local_world_size))
     try:
         with shared, _prepared(setting, place, world.NoParent(), store) as here, memory.explained(here):
-            return main(here, *args)
+            value = main(here, *args)
+            here.finish()
+            return value
     except Exception as error:
         record = failure.record(error, place.rank)
         if not record.secondary and _is_first_to_fail(stores):
@@ -214,6 +218,7 @@ def _prepared(
             logger.bind(file_only=True).exception("main failed")
             raise
         finally:
+            _finish(here)
             if dist.is_initialized():
                 dist.destroy_process_group()
 
@@ -223,6 +228,7 @@ def _call(job: Job, here: World) -> bytes | None:
     main, args = cloudpickle.loads((Path(job.directory) / "program.pkl").read_bytes())
     with memory.explained(here):
         value = main(here, *args)
+    here.finish()
     if not (here.is_first or job.all_values):
         return None
     try:
@@ -232,6 +238,12 @@ def _call(job: Job, here: World) -> bytes | None:
             f"main returned a {type(value).__name__}, which cannot be sent to the launching process: "
             f"{error}. Return numbers, strings, arrays or tensors, or the path of a file."
         ) from None
+
+
+def _finish(here: World) -> None:
+    """Let a checkpoint that is being written get to the disk; what goes wrong is in the log already."""
+    with contextlib.suppress(Exception):
+        here.finish()
 
 
 def _note(job: Job, place: world.Placement, line: Line, error: BaseException) -> None:

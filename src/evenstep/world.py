@@ -50,6 +50,13 @@ class NoParent:
         )
 
 
+class Pending(Protocol):
+    """Something that a process does in the background."""
+
+    def wait(self) -> None:
+        """Wait for its end, and raise what went wrong."""
+
+
 class Observer(Protocol):
     """Is told of every step of a process; ``evenstep verify`` watches any loop through one."""
 
@@ -94,6 +101,8 @@ class World:
     """Set by a signal handler: this process wishes to stop. All ranks then stop after the same step."""
     staged: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, compare=False, repr=False)
     """The buffers of all models in training (staging.Staging): each lane has to start from the same ones."""
+    pending: set[Pending] = field(default_factory=set, compare=False, repr=False)
+    """What must end before this process does, such as the writing of a checkpoint."""
     observer: Observer | None = field(default=None, compare=False, repr=False)
     """Is told of every step; None costs nothing."""
 
@@ -125,6 +134,15 @@ class World:
         Any rank may call, at any time. Without a launching process (torchrun, Slurm) it does nothing.
         """
         self.channel.send(obj)
+
+    def finish(self) -> None:
+        """Wait for what this process does in the background; a worker calls it at its end.
+
+        Raises:
+            MachineError: a checkpoint could not be written.
+        """
+        for each in list(self.pending):
+            each.wait()
 
     def receive(self, timeout_s: float | None = None) -> Any:
         """Wait for the next object that the launching process sent with ``handle.send(obj)``.
