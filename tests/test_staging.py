@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import breadth
 from evenstep import TrainState
 from evenstep.errors import ConfigError
 from evenstep.staging import Staging
@@ -119,3 +120,12 @@ def test_a_lane_of_one_sample_is_explained():
     with pytest.raises(ConfigError, match=r"a lane has 1 sample.*2 or more.*--batch-size.*--lanes"):
         train_step(state, last, cross_entropy())
     assert state.step == 1
+
+
+def test_fast_mode_has_the_same_buffers_on_every_rank():
+    def buffers(world):
+        torch.manual_seed(7)
+        return breadth.buffers_of_own_layers(world)[0]
+
+    first, second = run_ranks(buffers, 2, lanes=4, mode="fast")
+    assert first == second

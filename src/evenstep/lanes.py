@@ -231,7 +231,7 @@ class Lanes:
                     p.grad = self._reduced[i].clone()
         if self._thread is not None and self._thread.error is not None:
             raise self._thread.error
-        if self._world.world_size > 1 and self._exact and float(total[_OTHERS]):
+        if self._world.world_size > 1 and float(total[_OTHERS]):
             self._agree_on_other_buffers()
         return Totals(total[_LOSS], total[_COUNT], total[_STOP])
 
