@@ -19,7 +19,7 @@ MODULES = {name_of(path): path for path in sorted(SOURCE.rglob("*.py"))}
 
 LAYERS = {
     "values": ["errors", "config", "world"],
-    "ground": ["allocator", "seeding", "log", "guests", "devices"],
+    "ground": ["sharedmem", "heartbeat", "allocator", "seeding", "log", "guests", "devices"],
     "sums": ["tree", "collectives"],
     "parts": [
         *(
@@ -34,21 +34,24 @@ LAYERS = {
             "writing",
             "checkpoint",
             "saving",
+            "export",
             "snapshot",
+            "recovery",
         ),
         *(module for module in MODULES if module.partition(".")[0] == "data"),
     ],
     "the step": ["state", "memory", "step", "evaluation", "drift", "predictions", "timing", "loop"],
     "the run": [
-        *("agent", "program"),
+        *("agent", "program", "stopping"),
         *("jobs", "launcher", "worker", "channel", "preload", "health", "failure", "reporter", "report"),
         *("records", "watch", "track"),
     ],
     "tools": [
         *("recording", "frozen", "plain", "probes", "diagnosis", "fresh", "verify"),
+        *("checks", "code_checks", "rank_checks"),
         *("bench", "doctor", "testing"),
     ],
-    "face": ["rundir", "options", "pages", "cli", "__main__", "__init__"],
+    "face": ["rundir", "options", "inspection", "pages", "cli", "__main__", "__init__"],
 }
 LEVEL = {module: level for level, modules in enumerate(LAYERS.values()) for module in modules}
 NO_TORCH = [
@@ -66,6 +69,7 @@ NO_TORCH = [
     "watch",
     "track",
     "pages",
+    "inspection",
     "__init__",
 ]
 

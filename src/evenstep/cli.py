@@ -29,6 +29,9 @@ commands:
   train        train and evaluate a classifier (evenstep train --help)
   eval         evaluate a checkpoint again (evenstep eval --help)
   config show  show every option, its value and where the value comes from
+  doctor       say what would slow down or end a long run here, and the fix (evenstep doctor --help)
+  checkpoint   list, verify or export the checkpoints of a run (evenstep checkpoint --help)
+  verify       find out whether your training has the same bits on any number of processes, and if not, why
   report       write the report of a run again, or compare several (evenstep report RUN [RUN...])
   watch        follow a run in the browser (evenstep watch RUN)
 
@@ -36,10 +39,11 @@ commands:
   --version    show the version
 
 exit codes: 0 ok; 1 a worker failed; 2 wrong flag or config; 3 the machine or the data; 4 checkpoint missing
-or bad; 5 diverged; 75 stopped and saved, run it again with --resume; 128+N killed by signal N
+or bad; 5 diverged, or the processes hold different weights; 6 verify found a difference; 75 stopped and saved,
+run it again with --resume; 128+N killed by signal N
 """
 
-COMMANDS = ("train", "eval", "config", "report", "watch")
+COMMANDS = ("train", "eval", "config", "checkpoint", "doctor", "verify", "report", "watch")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,6 +83,16 @@ def _dispatch(words: list[str]) -> int:
         return evaluate(rest)
     if word == "config":
         return show_config(rest)
+    if word == "doctor":
+        return examine(rest)
+    if word == "checkpoint":
+        from evenstep import inspection
+
+        return inspection.run(rest)
+    if word == "verify":
+        from evenstep import verify_command
+
+        return verify_command.verify(rest)
     if word in ("report", "watch"):
         from evenstep import pages
 
@@ -162,6 +176,17 @@ def show_config(argv: Sequence[str]) -> int:
     rows = [(key, _value_text(value), asked.sources[key]) for key, value in to_flat(asked.config).items()]
     wide = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return _say("\n".join(f"{key:<{wide[0]}}  {value:<{wide[1]}}  {source}" for key, value, source in rows))
+
+
+def examine(argv: Sequence[str]) -> int:
+    """Run ``evenstep doctor``: exit code 3 if something will end a run."""
+    asked = options.parse_doctor(argv)
+    if asked.bandwidth:
+        _begin()
+
+    from evenstep import doctor
+
+    return doctor.run(asked)
 
 
 def _begin() -> worlds.Placement | None:

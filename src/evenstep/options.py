@@ -11,7 +11,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from evenstep import world as worlds
 from evenstep.config import (
@@ -29,6 +29,9 @@ from evenstep.config import (
 )
 from evenstep.errors import CheckpointError, ConfigError, did_you_mean
 from evenstep.rundir import RUNS, checkpoints, newest_run
+
+if TYPE_CHECKING:
+    from evenstep.doctor import DoctorOptions
 
 # What --resume does not take from the run directory: these keys describe the moment (this machine, this
 # call), not the run. data_dir is not among them: it says which data the run was trained on.
@@ -175,6 +178,15 @@ def parse_eval(argv: Sequence[str]) -> EvalOptions:
             "Use --run-dir DIR for the newest checkpoint of a run, or --checkpoint DIR for a certain one."
         )
     return options
+
+
+def parse_doctor(argv: Sequence[str]) -> DoctorOptions:
+    """Return the options of ``evenstep doctor``; errors as :func:`parse`."""
+    from evenstep.doctor import DoctorOptions
+
+    if not wants_help(argv):
+        scan_flags(argv, _keys(DoctorOptions), "evenstep doctor")
+    return _tyro(DoctorOptions, argv, "evenstep doctor", DoctorOptions())
 
 
 def eval_config(options: EvalOptions) -> tuple[TrainConfig, Path]:

@@ -52,7 +52,7 @@ def dumps(main: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         named = [(f"main ({getattr(main, '__qualname__', main)})", main)]
         named += [(f"argument {i} of main", arg) for i, arg in enumerate(args, start=1)]
         path, culprit, reason = next(
-            (found for name, obj in named if (found := _culprit(name, obj))), (named[0][0], main, error)
+            (found for name, obj in named if (found := find_culprit(name, obj))), (named[0][0], main, error)
         )
         raise ConfigError(
             f"launch: {path} is a {type(culprit).__name__}, which cannot be sent to the workers: {reason}. "
@@ -61,14 +61,23 @@ def dumps(main: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         ) from None
 
 
-def _culprit(path: str, obj: Any, depth: int = 0) -> tuple[str, Any, Exception] | None:
-    """Return the innermost part of ``obj`` that cannot be pickled: where it is, itself, and why."""
+def find_culprit(
+    path: str, obj: Any, depth: int = 0, dump: Callable[[Any], Any] = cloudpickle.dumps
+) -> tuple[str, Any, Exception] | None:
+    """Return the innermost part of ``obj`` that cannot be pickled (where it is, itself, why), or None.
+
+    Args:
+        path: what ``obj`` is called in the answer.
+        obj: what is looked into.
+        depth: how deep ``obj`` already is.
+        dump: pickles an object; by default by value, as evenstep.launch does.
+    """
     try:
-        cloudpickle.dumps(obj)
+        dump(obj)
     except Exception as error:
         if depth < _MAX_DEPTH:
             for name, part in _parts(obj):
-                found = _culprit(f"{path}{name}", part, depth + 1)
+                found = find_culprit(f"{path}{name}", part, depth + 1, dump)
                 if found is not None:
                     return found
         return path, obj, error
