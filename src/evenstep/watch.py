@@ -77,7 +77,6 @@ def _tag(run_dir: Path) -> str:
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     server: Watcher
-    protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
         # A page of elsewhere whose name was made to point here has its own name as the host.

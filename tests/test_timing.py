@@ -1,0 +1,58 @@
+import itertools
+
+import pytest
+
+from evenstep import Loader, TrainState, cross_entropy, timing, train_step
+from evenstep.testing import run_ranks
+from evenstep.timing import Stopwatch
+from evenstep.world import World
+from worlds import SmallNet, images
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that goes on by one second with each reading."""
+    seconds = itertools.count()
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(seconds)))
+
+
+def test_data_and_steps_are_counted_apart(clock):
+    stopwatch = Stopwatch()
+    for _ in stopwatch.reading("ab"):
+        with stopwatch.stepping():
+            pass
+    times = stopwatch.everybody(World(), 0.25)
+    assert (times.steps, times.data_s, times.step_s, times.wait_s) == (2, [2.0], [2.0], [0.5])
+
+
+def test_waiting_is_never_more_than_the_steps_and_may_be_unknown(clock):
+    stopwatch = Stopwatch()
+    with stopwatch.stepping():
+        pass
+    assert stopwatch.everybody(World(), 5.0).wait_s == [1.0]
+    assert stopwatch.everybody(World(), None).wait_s == [None]
+
+
+def test_every_rank_learns_the_times_of_all():
+    def main(world):
+        import time
+
+        import torch
+
+        torch.manual_seed(0)
+        model = SmallNet()
+        state, stopwatch = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1)), Stopwatch()
+        for batch in stopwatch.reading(Loader(images(100), 10).batches(state, epochs=1)):
+            if world.rank == 1:
+                time.sleep(0.05)  # so rank 0 has to wait for rank 1 in every step
+            with stopwatch.stepping():
+                train_step(state, batch, cross_entropy())
+        times = stopwatch.everybody(world, state.lanes.wait_per_step_s)
+        state.lanes.close()
+        return times
+
+    first, second = run_ranks(main, 2)
+    assert first == second
+    assert first.steps == 10
+    assert first.wait_s[0] > first.wait_s[1]
+    assert first.wait_s[0] > 0.2  # nine of the ten steps are sampled, each with a wait of 0.05 s
