@@ -49,6 +49,7 @@ __all__ = [
     "TRAINING",
     "Checkpoint",
     "CheckpointInfo",
+    "average_of",
     "latest",
     "load",
     "load_into",
@@ -270,6 +271,15 @@ def load(path: str | Path, *, map_location: str | torch.device = "cpu") -> Check
             f"something else, or changed on purpose. {advice(path)}"
         ) from error
     return Checkpoint(path, manifest["step"], manifest["meta"], model, training)
+
+
+def average_of(checkpoint: Checkpoint) -> dict[str, Tensor] | None:
+    """Return the moving average of the weights under the model's own keys, or None if the run kept none."""
+    average = checkpoint.training.get("averaged")
+    if average is None:
+        return None
+    prefix = "module."  # of torch's AveragedModel
+    return {key.removeprefix(prefix): value for key, value in average.items() if key.startswith(prefix)}
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -125,13 +125,9 @@ def eval_job(world: World, config: TrainConfig, path: str) -> dict[str, Any]:
     model = _model(config, source)
     checkpoint.load_into(model, saved)
     digest = weights_sha256(model.state_dict())
-    average = saved.training.get("averaged")
+    average = checkpoint.average_of(saved)
     if average is not None:
-        prefix = "module."
-        weights = {
-            key.removeprefix(prefix): value for key, value in average.items() if key.startswith(prefix)
-        }
-        model.load_state_dict(weights)
+        model.load_state_dict(average)
     if source.test is None:
         raise ConfigError(f"the data {config.data.data!r} has no test set, so there is nothing to evaluate.")
     device = torch.device(world.device)
