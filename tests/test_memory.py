@@ -183,7 +183,10 @@ def evenstep(*argv, cwd):
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=150)
 
 
-COMMON = ("--data", "digits", "--threads", "1", "--batch-size", "64", "--device", "cpu", "--json", "--log-every", "1")
+COMMON = (
+    *("--data", "digits", "--batch-size", "64", "--threads", "1", "--device", "cpu"),
+    *("--json", "--log-every", "1"),
+)
 
 
 @pytest.mark.slow
