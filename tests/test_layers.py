@@ -51,7 +51,7 @@ LAYERS = {
         *("checks", "code_checks", "rank_checks"),
         *("bench", "doctor", "testing"),
     ],
-    "face": ["rundir", "options", "inspection", "pages", "cli", "__main__", "__init__"],
+    "face": ["rundir", "options", "inspection", "pages", "cli", "verify_command", "__main__", "__init__"],
 }
 LEVEL = {module: level for level, modules in enumerate(LAYERS.values()) for module in modules}
 NO_TORCH = [
@@ -70,6 +70,7 @@ NO_TORCH = [
     "track",
     "pages",
     "inspection",
+    "verify_command",
     "__init__",
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.machinery
 import math
 import multiprocessing
@@ -14,14 +15,14 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.api import LogsDest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import (
@@ -33,15 +34,23 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from evenstep import devices, errors, failure, log, worker, world
+from evenstep import devices, errors, failure, log, sharedmem, worker, world
 from evenstep.channel import Peer, Server
 from evenstep.errors import EvenstepError, StoppedError, WorkerError
+from evenstep.heartbeat import Heartbeats
+from evenstep.recovery import Cause, write_cause
 
 MONITOR_INTERVAL_S = 0.02
 _BACKEND = "evenstep-one-machine"
 _MAX_PARENT = 70  # a socket's path may have 107 characters on Linux, 103 elsewhere
 _SPEC_LOCK = threading.Lock()
-_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+MAX_RESTARTS = 3
+# The last one is torch's agent's, which wants at least one.
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
+
+
+class _FewerError(Exception):
+    """The run goes on with one process less."""
 
 
 class _NoRestartError(Exception):
@@ -58,6 +67,8 @@ class Plan:
         payload: main and its arguments, pickled.
         max_restarts: how often the workers are started again after one died.
         grace_s: seconds from a failure to SIGKILL for the workers that have not ended by themselves.
+        stop_grace_s: seconds that the workers have to stop and save after a signal to the launching process.
+        nproc_min: with how few workers the run may go on if they keep dying; None for no fewer.
         all_values: return every rank's value.
         start_method: of the processes: ``forkserver``, or ``spawn`` where there is none.
     """
@@ -65,8 +76,10 @@ class Plan:
     setting: worker.Setting
     nproc: int
     payload: bytes
-    max_restarts: int
+    max_restarts: int | None
     grace_s: float
+    stop_grace_s: float
+    nproc_min: int | None
     all_values: bool
     start_method: str
 
@@ -82,44 +95,74 @@ class Run:
     def __init__(self, plan: Plan, on_message: Any) -> None:
         self._plan = plan
         self._stopped = False
+        self._signal: signal.Signals | None = None
+        self._is_killed = False
+        self._nproc = plan.nproc
         self._restart = 0
+        self._restarts_before = 0
+        self._retried: tuple[str, str, int] | None = None
+        self._note = ""
         self._oom_kills = failure.oom_kills()
         self._lock = threading.Lock()
         self._children: list[multiprocessing.process.BaseProcess] = []
         self._hidden = contextlib.ExitStack()
         self._key = secrets.token_bytes(32)
         self.directory = private_directory()
+        self.shared = sharedmem.Owned(plan.setting.run_dir)
+        self._beats = Heartbeats(self.shared.path, plan.nproc)
         try:
             Path(self.directory, "program.pkl").write_bytes(plan.payload)
             self.server = Server(
                 self.directory, self._key, plan.nproc, on_message, plan.grace_s, self._on_connected
             )
         except BaseException:
+            self.shared.close()
             shutil.rmtree(self.directory, ignore_errors=True)
             raise
 
     def run(self) -> Any:
         """Start the workers, wait for their end, and return the value or raise what went wrong."""
         try:
-            with log.launcher(self._plan.setting.run_dir) as logger, _signal_handlers_kept():
+            with log.launcher(self._plan.setting.run_dir) as logger, self._signals_handled():
                 try:
-                    return self._run_agent()
+                    while True:
+                        try:
+                            return self._run_agent()
+                        except _FewerError as fewer:
+                            logger.warning("%s", fewer)
                 except EvenstepError as error:
                     logger.error("%s", error)
                     raise
         finally:
             self._unhide_main()
             self.server.close()
+            self.shared.close()
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def stop(self) -> None:
-        """End the workers; :meth:`run` raises StoppedError then."""
+        """Have the workers stop after the same step and save; :meth:`run` raises StoppedError then."""
         self._stopped = True
-        self.server.stop()
+        self.server.ask_to_stop(signal.SIGTERM, self._time_to_stop_s)
 
-    def begin(self, restart: int) -> None:
-        """Get ready for a start of the workers; torch's agent is about to make their processes."""
-        if self._stopped or (restart > 0 and not self._may_restart()):
+    @property
+    def _time_to_stop_s(self) -> float:
+        return self._plan.stop_grace_s if self._has_states() else self._plan.grace_s
+
+    def begin(self, environments: Iterable[dict[str, str]]) -> None:
+        """Get ready for a start of the workers; torch's agent is about to make their processes.
+
+        Args:
+            environments: the workers' variables; a start with fewer workers goes on counting restarts.
+        """
+        restart = self._restarts_before
+        for environment in environments:
+            restart = self._restarts_before + int(environment["TORCHELASTIC_RESTART_COUNT"])
+            environment["TORCHELASTIC_RESTART_COUNT"] = str(restart)
+        if restart > self._restarts_before:
+            if not self._may_restart():
+                raise _NoRestartError
+            self._leave_word(restart)
+        elif self._stopped:
             raise _NoRestartError
         self._restart = restart
         Path(self.directory, f"start-{restart}").mkdir()
@@ -140,6 +183,7 @@ class Run:
         job = worker.Job(
             setting=self._plan.setting,
             directory=self.directory,
+            shared=str(self.shared.path),
             key=self._key,
             environment=self._environment(),
             all_values=self._plan.all_values,
@@ -154,8 +198,12 @@ class Run:
             exits = {rank: child.exitcode for rank, child in error.failures.items()}
         except _NoRestartError:
             pass
-        except SignalException as error:
-            raise self._signalled(error.sigval) from None
+        if self._can_go_on_with_fewer(exits):
+            self._leave_word(self._restart + 1)
+            self._restarts_before = self._restart + 1
+            self._nproc -= 1
+            self.server.num_workers = self._nproc
+            raise _FewerError(f"going on with {self._nproc} processes: one could not be kept alive")
         failed = self._error(exits)
         raise failed from failed.__cause__
 
@@ -163,16 +211,16 @@ class Run:
         return LaunchConfig(
             min_nodes=1,
             max_nodes=1,
-            nproc_per_node=self._plan.nproc,
+            nproc_per_node=self._nproc,
             run_id=uuid.uuid4().hex,
             role="evenstep",
             rdzv_backend=_BACKEND,
-            max_restarts=self._plan.max_restarts,
+            max_restarts=MAX_RESTARTS if self._plan.max_restarts is None else self._plan.max_restarts,
             monitor_interval=MONITOR_INTERVAL_S,
             start_method=self._plan.start_method,
             local_addr="127.0.0.1",
             logs_specs=_Starts(self),
-            signals_to_handle=",".join(_SIGNALS),
+            signals_to_handle="SIGQUIT",  # at least one; the others are ours
             shutdown_timeout=max(1, math.ceil(self._plan.grace_s)),
         )
 
@@ -180,7 +228,7 @@ class Run:
         setting = self._plan.setting
         return {
             **world.environment(),
-            **devices.variables(setting.devices, self._plan.nproc),
+            **devices.variables(setting.devices, self._nproc),
             "OMP_NUM_THREADS": str(setting.threads),
             "GLOO_SOCKET_IFNAME": "lo",
         }
@@ -189,9 +237,7 @@ class Run:
         values = self.server.values
         if not self._plan.all_values:
             return cloudpickle.loads(values[0]) if 0 in values else None
-        return [
-            cloudpickle.loads(values[rank]) if rank in values else None for rank in range(self._plan.nproc)
-        ]
+        return [cloudpickle.loads(values[rank]) if rank in values else None for rank in range(self._nproc)]
 
     def _records(self) -> list[failure.Record]:
         return failure.read_records(Path(self.directory, f"start-{self._restart}"))
@@ -199,25 +245,78 @@ class Run:
     def _exits(self, peers: dict[int, Peer]) -> dict[int, int]:
         """Return the exit codes of the workers that have ended without finishing, by rank."""
         codes = {child.pid: child.exitcode for child in self._children}
-        found = ((rank, codes.get(peer.pid), peer.done) for rank, peer in peers.items())
+        found = ((rank, codes.get(peer.pid), peer.done) for rank, peer in peers.items() if not peer.killed)
         return {rank: code for rank, code, done in found if code is not None and not (done and code == 0)}
 
     def _may_restart(self) -> bool:
         """Whether a new start can help: after a death or a lost peer.
 
-        It cannot after an error in the code, and is not wanted after a stop that was asked for.
+        It cannot after an error that evenstep raises, and is not wanted after a stop that was asked for. Any
+        other error may have been bad luck (a file system that was away): after it the workers start again,
+        but once, and only if they had got on before it. A main that has made no TrainState would begin again
+        from nothing: that is done only if a number of restarts was asked for.
         """
-        records = self._records()
-        peers = self.server.peers
-        first = failure.first_failure(records, self._exits(peers), _deaths(peers))
+        first = self._first({})
+        asked = self._stopped or self._signal is not None
+        if self._is_killed or self.server.is_ending:
+            return False
+        if not self._has_states() and (asked or self._plan.max_restarts is None):
+            return False
         if first is None or first.record is None:
             return True
-        return first.record.secondary and first.record.kind != StoppedError.__name__
+        if first.record.secondary:
+            return first.record.kind != StoppedError.__name__
+        if _own_class(first.record.kind) is not None:
+            return False
+        step = max((beat.step for beat in self._beats.read() if beat.restart == self._restart), default=0)
+        error = first.record.kind, first.record.message, step
+        if self._retried is not None:
+            if error == self._retried:
+                self._note = (
+                    f"\nthe same error at step {step} again, after a new start of all processes: it is in "
+                    "the code or the data, not bad luck"
+                )
+            return False
+        self._retried = error
+        return step > 0 and self._has_states()
 
-    def _error(self, exits: dict[int, int]) -> EvenstepError:
-        if self._stopped:
-            return StoppedError("the run was stopped with handle.stop().")
+    def _first(self, exits: dict[int, int]) -> failure.First | None:
+        peers = self.server.peers
+        return failure.first_failure(self._records(), {**exits, **self._exits(peers)}, _deaths(peers))
+
+    def _has_states(self) -> bool:
+        return any(beat.num_states for beat in self._beats.read() if beat.restart == self._restart)
+
+    def _leave_word(self, restart: int) -> None:
+        """Tell the workers of the next start why there is one."""
+        first = self._first({})
+        if first is None:
+            return
+        peer = self.server.peers.get(first.rank)
+        died_at = first.time if peer is None or peer.ended is None else peer.ended
+        write_cause(self.shared.path, restart, Cause(failure.headline(first), died_at))
+
+    def _can_go_on_with_fewer(self, exits: dict[int, int]) -> bool:
+        first = self._first(exits)
+        least = self._plan.nproc_min
+        return (
+            least is not None
+            and self._nproc > least
+            and not (self._stopped or self._is_killed)
+            and first is not None
+            and (
+                first.record is None
+                or (first.record.secondary and first.record.kind != StoppedError.__name__)
+            )
+        )
+
+    def _error(self, exits: dict[int, int]) -> BaseException:
         records, peers = self._records(), self.server.peers
+        saved = [record for record in records if record.kind == StoppedError.__name__]
+        if self._signal is not None:
+            return self._signalled(self._signal, saved)
+        if self._stopped:
+            return StoppedError(saved[0].message if saved else "the run was stopped with handle.stop().")
         exits = {**exits, **self._exits(peers)}
         deaths = _deaths(peers)
         first = failure.first_failure(records, exits, deaths)
@@ -228,28 +327,63 @@ class Run:
             records,
             exits,
             deaths,
-            world_size=self._plan.nproc,
+            world_size=self._nproc,
             log_path=path,
             out_of_memory=failure.oom_kills() > self._oom_kills,
         )
+        text += self._note
         error = WorkerError(
             text, exit_code=first.exit_code if first else 1, rank=first.rank if first else None
         )
         if first is None or first.record is None:
             return error
-        kind = getattr(errors, first.record.kind, None)
-        if isinstance(kind, type) and issubclass(kind, EvenstepError) and kind is not WorkerError:
+        kind = _own_class(first.record.kind)
+        if kind is not None:
             own: EvenstepError = kind(first.record.message)
             own.__cause__ = error  # the report: where in the code it was raised
             return own
         return error
 
-    def _signalled(self, number: signal.Signals) -> BaseException:
+    def _signalled(self, number: signal.Signals, saved: Sequence[failure.Record]) -> BaseException:
         """Return what ends this process after a signal to it; the workers have ended by now."""
-        saved = [record for record in self._records() if record.kind == StoppedError.__name__]
-        if saved:
-            return StoppedError(saved[0].message)
+        if saved and not self._is_killed:
+            stopped = StoppedError(saved[0].message)
+            if number == signal.SIGINT:
+                stopped.exit_code = 130
+            return stopped
         return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+
+    @contextlib.contextmanager
+    def _signals_handled(self) -> Iterator[None]:
+        """Pass a wish to stop on to the workers inside this block; the second one ends them at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in _SIGNALS}
+        for number in _SIGNALS[:-1]:
+            # Left alone: what nohup or a shell's & ignores, and a meaning of its own that SIGUSR1 has here.
+            is_own = number == signal.SIGUSR1 and before[number] != signal.SIG_DFL
+            if before[number] != signal.SIG_IGN and not is_own:
+                signal.signal(number, self._on_signal)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                if handler is not None:  # None: it was not set from Python
+                    signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _: object) -> None:
+        # No lock may be taken here: the main thread may hold it.
+        if self._signal is None:
+            self._signal = signal.Signals(number)
+            grace_s = self._time_to_stop_s
+            work: Callable[[], None] = functools.partial(self.server.ask_to_stop, number, grace_s)
+        elif number == self._signal == signal.SIGINT:
+            self._is_killed = True
+            work = self.server.kill
+        else:  # Slurm and others send SIGTERM after SIGUSR1; it is the same wish
+            return
+        threading.Thread(target=work, daemon=True).start()
 
 
 class _OneMachine(RendezvousHandler):
@@ -309,7 +443,7 @@ class _Starts(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Return that no output is redirected."""
-        self._run.begin(int(envs[0]["TORCHELASTIC_RESTART_COUNT"]))
+        self._run.begin(envs.values())
         nowhere = dict.fromkeys(envs, "")
         return LogsDest(stdouts=nowhere, stderrs=nowhere, error_files=nowhere)
 
@@ -319,18 +453,11 @@ class _Starts(LogsSpecs):
         return self._run.directory
 
 
-@contextlib.contextmanager
-def _signal_handlers_kept() -> Iterator[None]:
-    """Put the signal handlers back that torch's agent replaces in the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {name: signal.getsignal(getattr(signal, name)) for name in _SIGNALS}
-    try:
-        yield
-    finally:
-        for name, handler in before.items():
-            signal.signal(getattr(signal, name), handler)
+def _own_class(kind: str) -> type[EvenstepError] | None:
+    """Return evenstep's class of errors with this name, if there is one."""
+    found = getattr(errors, kind, None)
+    is_own = isinstance(found, type) and issubclass(found, EvenstepError) and found is not WorkerError
+    return found if is_own else None
 
 
 def _deaths(peers: dict[int, Peer]) -> dict[int, float]:

@@ -22,6 +22,7 @@ from typing import Any
 import cloudpickle
 from loguru import logger
 
+from evenstep import sharedmem
 from evenstep.errors import MachineError
 
 
@@ -35,6 +36,7 @@ class Peer:
         connection: the line to it.
         ready: whether it waits for the go.
         done: whether its main has returned or raised; its end is no surprise then.
+        killed: whether this end has sent it SIGKILL.
         ended: when the line broke, as ``time.time()``; None while the worker lives.
     """
 
@@ -43,6 +45,7 @@ class Peer:
     connection: Connection
     ready: bool = False
     done: bool = False
+    killed: bool = False
     ended: float | None = None
 
 
@@ -69,7 +72,7 @@ class Server:
     ) -> None:
         self.values: dict[int, bytes] = {}
         self._on_connected = on_connected
-        self._num_workers = num_workers
+        self.num_workers = num_workers
         self._on_message = on_message
         self._grace_s = grace_s
         self._lock = threading.RLock()
@@ -79,6 +82,7 @@ class Server:
         self._backlog: list[bytes] = []
         self._closed = threading.Event()
         self._stopping = False
+        self._asked: int | None = None
         self._reaper: threading.Thread | None = None
         self._listener = Listener(
             os.path.join(directory, "channel"), "AF_UNIX", backlog=max(8, num_workers), authkey=key
@@ -92,6 +96,11 @@ class Server:
         """The workers of the present start, by rank."""
         with self._lock:
             return dict(self._peers)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether workers that still start are ended, too."""
+        return self._stopping
 
     def begin(self, restart: int) -> None:
         """Forget the workers of the former start; those of start number ``restart`` come next."""
@@ -107,23 +116,44 @@ class Server:
         """Send an object to every worker; one that has not connected yet gets it when it does."""
         frame = cloudpickle.dumps(("message", cloudpickle.dumps(obj)))
         with self._lock:
-            if len(self._peers) < self._num_workers:
+            if len(self._peers) < self.num_workers:
                 self._backlog.append(frame)
             for peer in self._peers.values():
                 self._put(peer, frame)
 
-    def stop(self) -> None:
-        """End all workers: SIGTERM now, SIGKILL after the grace time. Workers that still start end, too."""
+    def ask_to_stop(self, number: int, grace_s: float) -> None:
+        """Tell all workers to stop after the same step, those that still start, too; end them after a time.
+
+        Args:
+            number: the signal that asks for it.
+            grace_s: seconds until SIGKILL for the workers that have not ended by themselves.
+        """
+        with self._lock:
+            if self._asked is not None:
+                return
+            self._asked = number
+            for peer in self._peers.values():
+                self._put(peer, cloudpickle.dumps(("stop", number)))
+        threading.Thread(target=self._end_after, args=(grace_s,), daemon=True).start()
+
+    def _end_after(self, seconds: float) -> None:
+        if not self._closed.wait(seconds):
+            with self._lock:
+                self._stopping = True
+                self.signal_all(signal.SIGKILL)
+
+    def kill(self) -> None:
+        """End all workers at once, those that still start, too."""
         with self._lock:
             self._stopping = True
-            self.signal_all(signal.SIGTERM)
-            self._start_reaper()
+            self.signal_all(signal.SIGKILL)
 
     def signal_all(self, number: signal.Signals) -> None:
         """Send a signal to every worker that lives."""
         with self._lock:
             for peer in self._peers.values():
                 if peer.ended is None:
+                    peer.killed = peer.killed or number == signal.SIGKILL
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(peer.pid, number)
 
@@ -165,7 +195,9 @@ class Server:
             self._peers[rank] = peer
             for frame in self._backlog:
                 self._put(peer, frame)
-            all_connected = len(self._peers) == self._num_workers
+            if self._asked is not None:
+                self._put(peer, cloudpickle.dumps(("stop", self._asked)))
+            all_connected = len(self._peers) == self.num_workers
         if all_connected:
             self._on_connected()
         with contextlib.suppress(OSError, EOFError):
@@ -175,6 +207,8 @@ class Server:
         peer.ended = time.time()
         with self._lock:
             if not peer.done and self._peers.get(rank) is peer:
+                for other in self._peers.values():
+                    self._put(other, cloudpickle.dumps(("death", rank)))
                 self._start_reaper()
 
     def _take(self, peer: Peer, kind: str, content: Any) -> None:
@@ -184,7 +218,7 @@ class Server:
         with self._lock:
             if kind == "ready":
                 peer.ready = True
-                if sum(p.ready for p in self._peers.values()) == self._num_workers:
+                if sum(p.ready for p in self._peers.values()) == self.num_workers:
                     for other in self._peers.values():
                         self._put(other, cloudpickle.dumps(("go", None)))
             elif kind == "value":
@@ -241,6 +275,8 @@ class Line:
         self._lock = threading.Lock()
         self._messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._go = threading.Event()
+        self._handlers: dict[str, Callable[[int], None]] = {}
+        self._unheard: list[tuple[str, int]] = []
         self._write("hello", (rank, os.getpid(), restart))
         threading.Thread(target=self._read, name="evenstep-line", daemon=True).start()
 
@@ -268,6 +304,19 @@ class Line:
                 f"--timeout-s {2 * timeout_s:g}."
             )
 
+    def listen(self, *, on_stop: Callable[[int], None], on_death: Callable[[], None]) -> None:
+        """Say what to do, on the thread of this line, when the parent passes something on.
+
+        Args:
+            on_stop: called with the number of the signal that asks this run to stop.
+            on_death: called when another worker has died.
+        """
+        with self._lock:
+            self._handlers = {"stop": on_stop, "death": lambda _: on_death()}
+            unheard, self._unheard = self._unheard, []
+        for kind, number in unheard:
+            self._handlers[kind](number)
+
     def failing(self) -> None:
         """Tell the parent that this worker ends with an error, so that the others do not outlast it long."""
         self._write("failing", None)
@@ -293,8 +342,18 @@ class Line:
                     self._messages.put(content)
                 elif kind == "go":
                     self._go.set()
+                else:
+                    self._hear(kind, content)
         self._remove_what_the_dead_left()
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def _hear(self, kind: str, number: int) -> None:
+        with self._lock:
+            handler = self._handlers.get(kind)
+            if handler is None:
+                self._unheard.append((kind, number))
+        if handler is not None:
+            handler(number)
 
     def _remove_what_the_dead_left(self) -> None:
         """Remove the private directory if nobody listens in it any more: the launching process was killed."""
@@ -302,5 +361,6 @@ class Line:
             Client(self._address, "AF_UNIX").close()
         except ConnectionRefusedError:
             shutil.rmtree(os.path.dirname(self._address), ignore_errors=True)
+            sharedmem.remove_leftovers()
         except (OSError, EOFError):
             pass

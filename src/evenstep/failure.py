@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evenstep.errors import EvenstepError
+from evenstep.sharedmem import LEFT_EXIT
 
 MAX_LINES = 12
 MAX_FRAMES = 5
@@ -35,6 +36,8 @@ PEER_GONE = (
 # The frames of these say nothing to the user: launching, and the libraries below the user's code.
 _OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _SAVED_EXIT = 75
+# An error that is noticed this soon after a death is taken for its consequence.
+_CONSEQUENCE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -154,13 +157,17 @@ def first_failure(
     by_rank = {record.rank: record for record in records}
     found = [First(r.rank, r.time, r.exit_code, r) for r in by_rank.values() if not r.secondary]
     silent = [
-        First(rank, deaths.get(rank, float("inf")), code if code >= 0 else 128 - code)
+        First(rank, deaths.get(rank, float("inf")) - (_CONSEQUENCE_S if code < 0 else 0), _shell_code(code))
         for rank, code in exits.items()
         if rank not in by_rank
     ]
-    found += [death for death in silent if death.exit_code != 128 + signal.SIGTERM]
+    found += [death for death in silent if death.exit_code not in (128 + signal.SIGTERM, LEFT_EXIT)]
     found = found or [First(r.rank, r.time, r.exit_code, r) for r in by_rank.values()] + silent
     return min(found, key=lambda failure: (failure.time, failure.rank), default=None)
+
+
+def _shell_code(code: int) -> int:
+    return code if code >= 0 else 128 - code
 
 
 def report(
@@ -238,6 +245,15 @@ def _death(first: First, out_of_memory: bool) -> str:
             "the kernel killed it because memory ran out: use fewer processes, a smaller batch or more memory"
         )
     return f"rank {first.rank} was killed by {name}" + (f" ({hint})." if hint else ".")
+
+
+def headline(first: First) -> str:
+    """Return in a few words what went wrong first, such as ``rank 1 died (signal 9)``."""
+    if first.record is not None:
+        return f"rank {first.rank} failed ({first.record.kind})"
+    if first.exit_code > 128:
+        return f"rank {first.rank} died (signal {first.exit_code - 128})"
+    return f"rank {first.rank} left with exit code {first.exit_code}"
 
 
 def _others(first: First, records: list[Record], ranks: set[int]) -> list[str]:

@@ -28,6 +28,7 @@ from evenstep.optim import make_optimizer, make_schedule
 from evenstep.predictions import Recorder, summary
 from evenstep.reporter import Facts, Reporter
 from evenstep.state import TrainState, autocast
+from evenstep.step import train_step
 from evenstep.world import World
 
 EVAL_CHUNK = 250
@@ -74,6 +75,23 @@ def train_job(world: World, config: TrainConfig) -> dict[str, Any]:
     return values
 
 
+def steps_job(world: World, config: TrainConfig) -> None:
+    """Train without evaluation, checkpoints and reports: what ``evenstep verify`` watches.
+
+    Collective: every rank must call.
+
+    Args:
+        world: this process.
+        config: the options.
+    """
+    source = _source(config)
+    optim = config.optim
+    with _loader(config, source, world) as loader:
+        state = _state(config, source, loader.steps_per_epoch, world)
+        for batch in loader.batches(state, epochs=optim.epochs, steps=optim.steps):
+            train_step(state, batch, cross_entropy(optim.label_smoothing))
+
+
 def _values(config: TrainConfig, source: Source, state: TrainState, result: FitResult) -> dict[str, Any]:
     world = state.world
     now, begun = time.time(), world.started or time.time()
@@ -91,7 +109,7 @@ def _values(config: TrainConfig, source: Source, state: TrainState, result: FitR
         "first_step_s": None if result.first_step_at is None else result.first_step_at - begun,
         "wall_s": now - begun,
         "restarts": world.restart,
-        "steps_lost": 0,
+        "steps_lost": 0 if world.recovery is None else world.recovery.steps_lost,
         "mode": world.mode,
         "numerics": asdict(state.numerics),
     }

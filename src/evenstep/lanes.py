@@ -111,8 +111,9 @@ class Lanes:
             return None
         return max(0.0, (int(sampled[names[0]]) - int(sampled[names[1]])) / 1e9)
 
-    def begin(self) -> None:
-        """Start a step: no gradient, and the running statistics remembered."""
+    def begin(self, step: int = 0) -> None:
+        """Start step number ``step``: no gradient, and the running statistics remembered."""
+        self._step = step
         for p in self._params:
             p.grad = None
         # A lane may run other models, too, and has to find them as the first lane did.
@@ -238,6 +239,8 @@ class Lanes:
     def commit(self) -> None:
         """Make the running statistics of this step the model's."""
         self._staging.commit(self._running)
+        for staging in self._staged:
+            staging.end()
 
     def _agree_on_other_buffers(self) -> None:
         """Take the last rank's, which has the last lane. Collective, in steps that changed any."""
@@ -284,6 +287,8 @@ class Lanes:
         Returns:
             torch.futures.Future of the reduced buffer.
         """
+        if self._world.fault is not None:
+            self._world.fault("in_reduce", self._step)
         buffer, params = bucket.buffer(), bucket.parameters()
         gradients = _views(buffer, params)
         index = [self._index[id(p)] for p in params]
@@ -333,7 +338,7 @@ def _check_layers(module: nn.Module) -> None:
                 f"the layer {name!r} is a torch.nn.SyncBatchNorm, which adds up its statistics in an order "
                 "that depends on the number of processes, and would wait for ever where one of them has more "
                 "lanes than another. Use torch.nn.BatchNorm1d, 2d or 3d: each lane normalises with its own "
-                "samples. For torch's layer pass --mode fast."
+                "samples. For torch's layer, which needs GPUs, pass --mode fast."
             )
 
 

@@ -58,8 +58,12 @@ class LaunchOptions:
     """Whether the run goes on from what is in run_dir."""
     timeout_s: float = 300.0
     """Seconds that a process waits for the others in one collective."""
-    max_restarts: int = 0
-    """How often the workers are started again after one died."""
+    max_restarts: int | None = None
+    """How often the workers are started again after one died. main runs again from its beginning, and its
+    TrainState goes on from the last committed step. Default: 3 once main has made a TrainState; a main
+    without one is not run twice unless a number is given here."""
+    nproc_min: int | None = None
+    """Go on with fewer processes, down to this, when the restarts are used up. Default: no fewer."""
     on_message: Callable[[int, Any], None] | None = None
     """Called as on_message(rank, obj) in this process for each world.send(obj)."""
     join: bool = True
@@ -68,6 +72,10 @@ class LaunchOptions:
     """Return the list of every rank's value, not rank 0's value."""
     grace_s: float = 5.0
     """Seconds from a failure to SIGKILL for the workers that have not ended by themselves."""
+    stop_grace_s: float = 30.0
+    """Seconds that the workers have to end the step and save when the run is asked to stop; then SIGKILL."""
+    fault: Callable[[int, int, str, int], None] | None = None
+    """For tests: called in the workers at named points of a step, see evenstep.testing.kill_at."""
     log_level: str = "INFO"
     """Least severe level that goes into the log files."""
     log_rotation: str = "12:00"
@@ -151,6 +159,8 @@ def launch(main: Callable[..., Any], *args: Any, **options: Any) -> Any:
         payload=payload,
         max_restarts=opts.max_restarts,
         grace_s=opts.grace_s,
+        stop_grace_s=opts.stop_grace_s,
+        nproc_min=opts.nproc_min,
         all_values=opts.all_values,
         start_method=_start_method(),
     )
@@ -210,9 +220,11 @@ class Handle:
         return None if self._thread.is_alive() else self._error is None
 
     def stop(self) -> None:
-        """End the workers (SIGTERM, some seconds later SIGKILL) and wait until they are gone.
+        """Have the workers stop after the same step and save, and wait until they are gone.
 
-        :meth:`wait` raises StoppedError then. Does nothing after the end of the run.
+        Workers whose main has made no TrainState get SIGTERM. Those that have not ended after
+        ``stop_grace_s`` seconds (``grace_s`` without a TrainState) are killed. :meth:`wait` raises
+        StoppedError then. Does nothing after the end of the run.
         """
         self._run.stop()
         self._thread.join()
@@ -273,6 +285,7 @@ def _setting(opts: LaunchOptions, started: float) -> tuple[Setting, int]:
         log_rotation=opts.log_rotation,
         log_diagnose=opts.log_diagnose,
         started=started,
+        fault=opts.fault,
     )
     return setting, nproc
 

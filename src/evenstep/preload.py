@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import signal
 
 # torch._dynamo is imported by the constructor of DistributedDataParallel, which takes about a second.
 MODULES = (
@@ -27,6 +28,11 @@ MODULES = (
     "evenstep.jobs",
     "evenstep.loop",
 )
+
+# A signal to the whole group (a terminal, Slurm) is for the launching process, which passes it on. The fork
+# server ends with the launching process, and its end would be that of all workers.
+for _number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+    signal.signal(_number, signal.SIG_IGN)
 
 for _name in MODULES:
     with contextlib.suppress(Exception):

@@ -45,9 +45,11 @@ class Staging:
             self._others
         )
         self._new_others: dict[int, Tensor | None] = {}
+        self._in_step = False
 
     def begin(self) -> int:
         """Remember the buffers before the step; return how many numbers a lane will give."""
+        self._in_step = False
         active = [module for module in self._norms if module.training]
         self._floats = [b for m in active for b in (m.running_mean, m.running_var) if b is not None]
         self._counts = [m.num_batches_tracked for m in active if m.num_batches_tracked is not None]
@@ -59,6 +61,7 @@ class Staging:
             # A mask or a table never changes, and is copied once and not in every step.
             if now is not buffer or (now is not None and now._version != version):
                 self._old_others[number] = _remembered(now)
+        self._in_step = True
         return sum(buffer.numel() for buffer in self._floats) + len(self._counts)
 
     def take(self, share: float, out: Tensor) -> None:
@@ -128,6 +131,26 @@ class Staging:
                     module._buffers[name] = value
                 else:
                     old.copy_(value)
+        self.end()
+
+    def end(self) -> None:
+        """End the step: from now on the model's own buffers are the state."""
+        self._in_step = False
+
+    def before_step(self) -> dict[int, Tensor]:
+        """Return the buffers as they were before the step in hand, by the address of the present ones.
+
+        Any thread may call, while the main thread is in a step: its lane may have changed the buffers.
+        """
+        if not self._in_step:
+            return {}
+        others = zip(self._now(), self._old_others, strict=True)
+        pairs = [
+            *zip(self._floats, self._old_floats, strict=True),
+            *zip(self._counts, self._old_counts, strict=True),
+            *((now, copy) for now, (_, copy, _) in others if now is not None and copy is not None),
+        ]
+        return {now.data_ptr(): old for now, old in pairs if now.numel()}
 
     def _now(self) -> Iterator[Tensor | None]:
         return (module._buffers.get(name) for module, name in self._others)

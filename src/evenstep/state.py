@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -17,11 +17,13 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from evenstep import checkpoint
+from evenstep.checkpoint import Checkpoint
 from evenstep.data.batch import Batch
 from evenstep.errors import CheckpointError, ConfigError, DivergedError
 from evenstep.lanes import Lanes
 from evenstep.optim import Schedule, apply_schedule
 from evenstep.saving import Saved, Saver
+from evenstep.storable import plain_values
 from evenstep.world import World, current
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -59,6 +61,43 @@ class Numerics:
             for name, value in asdict(self).items()
             if other.get(name) != value
         ]
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place in the training data: a step, and where in its epoch it is."""
+
+    step: int
+    epoch: int
+    epoch_step: int
+
+
+@dataclass(frozen=True)
+class LastBatch:
+    """What came of the last batch.
+
+    Attributes:
+        step, epoch, epoch_step: the batch.
+        count: how many steps were done with it.
+        loss, lr, grad_norm: what the last of them gave, see ``evenstep.step.StepResult``.
+    """
+
+    step: int
+    epoch: int
+    epoch_step: int
+    count: int
+    loss: Tensor
+    lr: float
+    grad_norm: float | None
+
+    def values(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return {**vars(self), "loss": float(self.loss)}
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], device: torch.device) -> LastBatch:
+        """Return what ``values`` were made from."""
+        return cls(**{**values, "loss": torch.tensor(values["loss"], dtype=torch.float64, device=device)})
 
 
 class TrainState:
@@ -127,8 +166,12 @@ class TrainState:
         self.meta: dict[str, Any] = {}
         self.double_lanes_on_oom = False
         self._saver = Saver(self.world)
+        self._last: LastBatch | None = None
+        self._replay: LastBatch | None = None
+        self._replayed = 0
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self._loss_samples = 0
+        self._committed = torch.cuda.Event() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
         called: Any = torch.compile(self.model) if compile else self.model
@@ -150,10 +193,49 @@ class TrainState:
             torch=torch.__version__.split("+")[0],
         )
         self.resumed_from: Path | None = None
-        if self.world.resume and self.world.run_dir is not None:
+        self._take_up()
+
+    def _take_up(self) -> None:
+        """Go on from a snapshot after a restart, or from the newest checkpoint, if there is one."""
+        recovery = self.world.recovery
+        found = None if recovery is None else recovery.found()
+        if found is not None:
+            self._take(found, "snapshot")
+        elif recovery is not None and recovery.found_checkpoint is not None:
+            self.restore(recovery.found_checkpoint)
+        elif self.world.resume and self.world.run_dir is not None:
             path = checkpoint.latest(self.world.run_dir)
             if path is not None:
                 self.restore(path)
+        if recovery is not None:
+            recovery.register(self)
+
+    @property
+    def start(self) -> Position:
+        """The batch to begin with: the next one, or once more the last one.
+
+        What a loop does after a step with the same batch (evaluate, save, report, another model's step) may
+        be undone when a process dies or the run is stopped. So the last batch is handed out again then; its
+        step is not done twice, see ``replayed``.
+        """
+        if self._replay is not None:
+            return Position(self._replay.step, self._replay.epoch, self._replay.epoch_step)
+        return Position(self.step, self.epoch, self.epoch_step)
+
+    def replayed(self, batch: Batch) -> LastBatch | None:
+        """Return what came of the step with this batch, if it was committed before a restart.
+
+        Returns:
+            None if the step is to be done.
+        """
+        last = self._replay
+        if last is None:
+            return None
+        if batch.step == last.step and self._replayed < last.count:
+            self._replayed += 1
+            return last
+        self._replay = None
+        return None
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which the forward pass runs."""
@@ -169,7 +251,20 @@ class TrainState:
         """The model that is evaluated and shown: the moving average if there is one, else the model."""
         return self.model if self.ema is None else self.ema
 
+    def begin(self) -> None:
+        """Start a step, which changes nothing before its commit."""
+        self.lanes.begin(self.step)
+        if self._committed is not None:
+            self._committed.record()  # on a GPU, the copies of the state before the step come after it
+
     def commit(self, batch: Batch, loss: Tensor, count: float) -> tuple[float, float | None]:
+        """Turn the reduced gradient into the next state, see ``_commit``; nobody saves it meanwhile."""
+        if self.world.recovery is None:
+            return self._commit(batch, loss, count)
+        with self.world.recovery:
+            return self._commit(batch, loss, count)
+
+    def _commit(self, batch: Batch, loss: Tensor, count: float) -> tuple[float, float | None]:
         """Turn the reduced gradient into the next state. Local: nothing is communicated.
 
         Args:
@@ -199,6 +294,8 @@ class TrainState:
         lr = float(self.optimizer.param_groups[0]["lr"])
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        if self.world.fault is not None:
+            self.world.fault("in_commit", self.step)
         self.lanes.commit()
         if self._averaged is not None:
             self._averaged.update_parameters(self.model)
@@ -210,6 +307,8 @@ class TrainState:
             and not isinstance(self.schedule, ReduceLROnPlateau)
         ):
             self.schedule.step()
+        count_of_batch = 1 if self._last is None or self._last.step != batch.step else self._last.count + 1
+        self._last = LastBatch(batch.step, batch.epoch, batch.epoch_step, count_of_batch, loss, lr, grad_norm)
         return lr, grad_norm
 
     def _count_step(self, batch: Batch, loss: Tensor) -> None:
@@ -223,9 +322,14 @@ class TrainState:
         else:
             self.epoch_step += 1
 
-    def training_state(self) -> dict[str, Any]:
-        """Return everything but the model's weights, as plain values and tensors."""
+    def training_state(self, *, cut_off: bool = False) -> dict[str, Any]:
+        """Return everything but the model's weights, as plain values and tensors.
+
+        Args:
+            cut_off: whether the loop had not done all with the last batch; it gets that once more then.
+        """
         return {
+            "last": self._last.values() if cut_off and self._last is not None else None,
             "position": {
                 "step": self.step,
                 "epoch": self.epoch,
@@ -252,7 +356,27 @@ class TrainState:
             "numerics": asdict(self.numerics),
         }
 
-    def save(self, *, score: float | None = None, keep: int = 3, wait: bool = False) -> Path | None:
+    def snapshot(self) -> dict[str, Any]:
+        """Return all of the state after the last commit. Any thread may call, but not during one."""
+        with _side_stream(self.device, self._committed):
+            whole: dict[int, Tensor] = {}
+            for staging in self.world.staged:
+                whole |= staging.before_step()
+            model = self.model.state_dict()
+            content: dict[str, Any] = plain_values(
+                {
+                    "model": {key: whole.get(value.data_ptr(), value) for key, value in model.items()},
+                    "training": self.training_state(cut_off=True),
+                    "meta": self.manifest_meta(),
+                    "step": self.step,
+                },
+                "snapshot",
+            )
+            return content
+
+    def save(
+        self, *, score: float | None = None, keep: int = 3, wait: bool = False, cut_off: bool = False
+    ) -> Path | None:
         """Save a checkpoint into the run directory. Between steps; any rank may call, rank 0 writes.
 
         Training waits only while the state is copied; the files are written in the background, one
@@ -262,6 +386,7 @@ class TrainState:
             score: how good this state is (higher is better); the best checkpoint is kept.
             keep: how many of the newest checkpoints are kept.
             wait: return when the checkpoint is on the disk.
+            cut_off: the loop has not come to its end with the last batch, so it gets that once more.
 
         Returns:
             The checkpoint's directory on rank 0, None on the others and without a run directory.
@@ -276,12 +401,14 @@ class TrainState:
             self.world.run_dir,
             step=self.step,
             model=self.model.state_dict(),
-            training=self.training_state(),
+            training=self.training_state(cut_off=cut_off),
             meta=self.manifest_meta(),
             score=score,
             keep=keep,
             wait=wait,
         )
+        if self.world.fault is not None:
+            self.world.fault("in_save", self.step)
         return checkpoint.path_of(self.world.run_dir, self.step)
 
     def finish_saving(self) -> None:
@@ -302,7 +429,10 @@ class TrainState:
         Raises:
             CheckpointError: it is missing, damaged, or of another model or optimizer.
         """
-        saved = checkpoint.load(path)
+        self._take(checkpoint.load(path), str(path))
+        self.resumed_from = Path(path)
+
+    def _take(self, saved: Checkpoint, origin: str) -> None:
         checkpoint.load_into(self.model, saved)
         training = saved.training
         try:
@@ -319,12 +449,13 @@ class TrainState:
             self.step, self.epoch, self.epoch_step = (position[k] for k in ("step", "epoch", "epoch_step"))
             self._loss_sum = torch.tensor(position["loss_sum"], dtype=torch.float64, device=self.device)
             self._loss_samples = position["loss_samples"]
+            last = training.get("last")
+            self._last = self._replay = None if last is None else LastBatch.of(last, self.device)
         except (KeyError, ValueError, RuntimeError) as error:
             raise CheckpointError(
-                f"{path} does not fit this run: {error}. It was saved with another optimizer, schedule or "
+                f"{origin} does not fit this run: {error}. It was saved with another optimizer, schedule or "
                 "extras. Resume with the options of its config.toml, or begin a new run in another --run-dir."
             ) from error
-        self.resumed_from = Path(path)
         for line in self.numerics.differences(saved.meta.get("numerics", {})):
             logger.warning("resumed under another numerics key, so bits may differ from here on: {}", line)
 
@@ -348,3 +479,15 @@ def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"cpu {torch.backends.cpu.get_cpu_capability()}"
+
+
+@contextlib.contextmanager
+def _side_stream(device: torch.device, committed: torch.cuda.Event | None) -> Iterator[None]:
+    """Copy from the GPU inside this block, past what hangs in the stream of the main thread."""
+    if committed is None:
+        yield
+        return
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_event(committed)
+    with torch.cuda.stream(stream):
+        yield

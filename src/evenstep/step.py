@@ -57,9 +57,14 @@ def train_step(state: TrainState, batch: Batch, loss: Loss) -> StepResult:
     """
     world, lanes = state.world, state.lanes
     own_losses: dict[int, Tensor] = {}
+    done = state.replayed(batch)
+    if done is not None:
+        return StepResult(done.step, done.loss, done.lr, done.grad_norm)
     if world.observer is not None:
         world.observer.before_step(state, batch, loss)
-    lanes.begin()
+    if world.fault is not None:
+        world.fault("before_forward", state.step)
+    state.begin()
     for part in batch.lanes:
         if part.size == 0 and part is not batch.lanes[-1]:
             lanes.skip()
@@ -72,8 +77,12 @@ def train_step(state: TrainState, batch: Batch, loss: Loss) -> StepResult:
                 total, count = value if isinstance(value, tuple) else (value * share, 0.0)
             own_losses[part.lane] = total.detach()
             lanes.after_forward(total, float(count), share, stop=world.stop.is_set())
+            if world.fault is not None:
+                world.fault("before_reduce", state.step)
             lanes.backward(state.scaler.scale(total * lanes.loss_scale))
     totals = lanes.finish()
+    if world.fault is not None:
+        world.fault("after_reduce", state.step)
     mean = totals.loss / totals.count if totals.count else totals.loss
     if not torch.isfinite(mean):
         _raise_diverged(state, batch, mean, own_losses)
@@ -116,7 +125,7 @@ def _raise_diverged(state: TrainState, batch: Batch, mean: Tensor, own: dict[int
 
 
 def _raise_stopped(state: TrainState, totals: Totals) -> NoReturn:
-    path = state.save(wait=True)
+    path = state.save(wait=True, cut_off=True)
     saved = "" if state.world.run_dir is None else " and saved"
     raise StoppedError(
         f"asked to stop: all ranks stopped{saved} after step {state.step}"

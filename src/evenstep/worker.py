@@ -22,9 +22,10 @@ from loguru import logger
 from torch._C._distributed_c10d import FileStore, PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from evenstep import allocator, devices, failure, log, memory, seeding, world
+from evenstep import allocator, devices, failure, log, memory, seeding, sharedmem, stopping, world
 from evenstep.channel import Line
-from evenstep.errors import ConfigError, MachineError
+from evenstep.errors import ConfigError, EvenstepError, MachineError
+from evenstep.recovery import Recovery
 from evenstep.world import World
 
 _PR_SET_PDEATHSIG = 1
@@ -62,6 +63,8 @@ class Setting:
     log_diagnose: bool
     started: float
     """When the run was launched, as ``time.time()``."""
+    fault: Callable[[int, int, str, int], None] | None = None
+    """Called as fault(rank, restart, point, step) at named points of a step; for tests (testing.kill_at)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +74,7 @@ class Job:
     Attributes:
         setting: what all workers have in common.
         directory: the private directory of the run, in which ``program.pkl`` holds main and its arguments.
+        shared: the launch's directory in shared memory, for snapshots.
         key: the secret of the channel.
         environment: the environment variables of the launching process.
         all_values: whether each rank's value goes back, and not rank 0's alone.
@@ -78,6 +82,7 @@ class Job:
 
     setting: Setting
     directory: str
+    shared: str
     key: bytes
     environment: dict[str, str]
     all_values: bool
@@ -86,6 +91,8 @@ class Job:
 def entry(job: Job) -> None:
     """Run a job's main in a process that torch's agent has started; the end is an exit code."""
     _die_with_parent()
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # the fork server ignores them (preload.py)
+        signal.signal(number, signal.SIG_DFL)
     agents = {
         name: value
         for name, value in world.environment().items()
@@ -102,14 +109,17 @@ def entry(job: Job) -> None:
     code = 0
     value: bytes | None = None
     try:
-        with _prepared(job.setting, place, line, store) as here:
+        recovery = _recovery(Path(job.shared), place, job.setting)
+        with _prepared(job.setting, place, line, store, recovery) as here:
             line.wait_for_go(job.setting.timeout_s)
             try:
                 value = _call(job, here)
+                recovery.done()
             except BaseException as error:
+                # Before the process group is destroyed: that may wait for a peer that never comes.
+                _save_for_restart(recovery, error)
                 if not failure.record(error, place.rank).secondary:
                     _finish(here)  # the launching process soon ends a worker that has told of its failure
-                # Before the process group is destroyed: that may wait for a peer that never comes.
                 _note(job, place, line, error)
                 raise
     except BaseException as error:
@@ -137,20 +147,32 @@ def run_here(main: Callable[..., Any], args: tuple[Any, ...], setting: Setting) 
     timeout = datetime.timedelta(seconds=setting.timeout_s)
     stores: list[Any] = []
 
-    def store() -> Any:
+    def first_store() -> int:
         # torchrun keeps one store over its restarts, and this process may launch several times; the addresses
         # of an earlier process group would still be found under the same prefix.
         shared = next(rendezvous("env://", timeout=timeout))[0]
         launches = shared.add(f"evenstep/{place.restart}/launches/{place.rank}", 1)
         stores.append(PrefixStore(f"evenstep/{place.restart}/{launches}", shared))
-        return stores[0]
+        return int(launches)
 
     shared = world.variables(devices.variables(setting.devices, place.local_world_size))
     try:
-        with shared, _prepared(setting, place, world.NoParent(), store) as here, memory.explained(here):
-            value = main(here, *args)
-            here.finish()
-            return value
+        with shared:
+            directory = sharedmem.of_torchrun(place.run_id, os.getppid()) / f"launch-{first_store()}"
+            directory.mkdir(exist_ok=True)
+            recovery = _recovery(directory, place, setting)
+            with _prepared(setting, place, world.NoParent(), lambda: stores[0], recovery) as here:
+                try:
+                    with memory.explained(here):
+                        value = main(here, *args)
+                    here.finish()
+                    recovery.done()
+                    return value
+                except BaseException as error:
+                    _save_for_restart(recovery, error)
+                    raise
+    except stopping.TerminatedError:
+        raise
     except Exception as error:
         record = failure.record(error, place.rank)
         if not record.secondary and _is_first_to_fail(stores):
@@ -167,9 +189,30 @@ def _is_first_to_fail(stores: list[Any]) -> bool:
         return True
 
 
+def _recovery(directory: Path, place: world.Placement, setting: Setting) -> Recovery:
+    return Recovery(
+        directory,
+        setting.run_dir,
+        rank=place.rank,
+        local_rank=place.local_rank,
+        local_world_size=place.local_world_size,
+        restart=place.restart,
+    )
+
+
+def _save_for_restart(recovery: Recovery, error: BaseException) -> None:
+    """Save a snapshot if the workers may be started again: after a lost peer, or an unknown error."""
+    if isinstance(error, Exception) and not isinstance(error, EvenstepError):
+        recovery.save()
+
+
 @contextlib.contextmanager
 def _prepared(
-    setting: Setting, place: world.Placement, channel: world.Channel, store: Callable[[], Any]
+    setting: Setting,
+    place: world.Placement,
+    channel: world.Channel,
+    store: Callable[[], Any],
+    recovery: Recovery,
 ) -> Iterator[World]:
     """Make this process a worker: enter its world, and leave no process group behind."""
     here = World(
@@ -190,7 +233,12 @@ def _prepared(
         restart=place.restart,
         started=setting.started,
         channel=channel,
+        recovery=recovery,
+        fault=None if setting.fault is None else functools.partial(setting.fault, place.rank, place.restart),
     )
+    recovery.finish = here.finish
+    has_parent = isinstance(channel, Line)
+    signals = stopping.Signals(here, recovery, has_parent=has_parent)
     logs = log.setup(
         setting.run_dir,
         place.rank,
@@ -199,7 +247,9 @@ def _prepared(
         diagnose=setting.log_diagnose,
         exclusive=True,
     )
-    with logs, world.entered(here):
+    with logs, world.entered(here), signals:
+        if isinstance(channel, Line):
+            channel.listen(on_stop=signals.ask, on_death=recovery.leave_if_possible)
         try:
             torch.set_num_threads(setting.threads)
             allocator.keep_pages()
@@ -213,6 +263,8 @@ def _prepared(
                 timeout=datetime.timedelta(seconds=setting.timeout_s),
             )
             logger.info("rank {} of {} runs, pid {}", place.rank, place.world_size, os.getpid())
+            if place.restart > 0:
+                recovery.agree(here)
             yield here
         except Exception:
             logger.bind(file_only=True).exception("main failed")
@@ -249,7 +301,11 @@ def _finish(here: World) -> None:
 def _note(job: Job, place: world.Placement, line: Line, error: BaseException) -> None:
     """Write the record of the error, once, and tell the parent that this worker is about to end."""
     directory = Path(job.directory) / f"start-{place.restart}"
-    if failure.exit_code_of(error) == 0 or (directory / failure.file_name(place.rank)).exists():
+    if (
+        isinstance(error, stopping.TerminatedError)
+        or failure.exit_code_of(error) == 0
+        or (directory / failure.file_name(place.rank)).exists()
+    ):
         return
     failure.write_record(directory, failure.record(error, place.rank))
     with contextlib.suppress(OSError):

@@ -10,7 +10,7 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -103,6 +103,10 @@ class World:
     """The buffers of all models in training (staging.Staging): each lane has to start from the same ones."""
     pending: set[Pending] = field(default_factory=set, compare=False, repr=False)
     """What must end before this process does, such as the writing of a checkpoint."""
+    recovery: Any = field(default=None, compare=False, repr=False)
+    """The TrainStates of this process, and what saves them when another process dies (recovery.Recovery)."""
+    fault: Callable[[str, int], None] | None = field(default=None, compare=False, repr=False)
+    """Called as ``fault(point, step)`` at named points of a step, for tests (testing.kill_at)."""
     observer: Observer | None = field(default=None, compare=False, repr=False)
     """Is told of every step; None costs nothing."""
 
@@ -192,6 +196,7 @@ class Placement:
     num_nodes: int
     restart: int
     launcher: str
+    run_id: str = "none"
 
 
 def _number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
@@ -232,6 +237,7 @@ def placement(environ: Mapping[str, str] | None = None) -> Placement | None:
         num_nodes=max(1, world_size // max(1, local_world_size)),
         restart=_number(env, "TORCHELASTIC_RESTART_COUNT", "0"),
         launcher="torchrun" if "TORCHELASTIC_RUN_ID" in env else "environment",
+        run_id=env.get("TORCHELASTIC_RUN_ID", "none"),
     )
 
 

@@ -158,6 +158,8 @@ class Loader:
         """
         if self.world.observer is not None:
             self.world.observer.reading(self)
+        # A TrainState says itself where to begin: after a restart with the batch in hand.
+        position = getattr(position, "start", position)
         step, epoch, epoch_step = position.step, position.epoch, position.epoch_step
         if self.num_samples is None:
             generator = self._stream_batches(step, epoch, epoch_step, epochs, steps)

@@ -1,0 +1,311 @@
+"""Recovery: what a process needs to hand its state on when another one dies, and to take one up.
+
+A step is a transaction: only the commit changes a TrainState, and the commit is local. So a process that is
+between two commits holds a whole state, wherever its main thread hangs, and any thread may save it. One lock
+keeps the two apart: the commit holds it, and so does who saves.
+
+After the restart all processes agree on the most advanced state that is left: a snapshot of a survivor, or
+the newest checkpoint if nobody has survived, or none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+import torch
+import torch.distributed as dist
+from loguru import logger
+
+from evenstep import checkpoint, sharedmem, snapshot
+from evenstep.checkpoint import Checkpoint
+from evenstep.heartbeat import Heartbeats, Phase, Pulse
+from evenstep.world import World
+
+_LOCK_PATIENCE_S = 10.0
+_HISTORY = "recoveries.jsonl"
+
+
+class Recoverable(Protocol):
+    """A TrainState."""
+
+    step: int
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return ``model``, ``training``, ``meta`` and ``step`` between two commits; any thread may call."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why the workers were started again.
+
+    Attributes:
+        text: such as ``rank 1 died (signal 9)``.
+        time: when, as ``time.time()``.
+    """
+
+    text: str
+    time: float
+
+
+class Recovery:
+    """The TrainStates of this process, and the lock that keeps commits and saving apart.
+
+    A context manager around each commit: ``with recovery: ...``.
+
+    Args:
+        directory: the launch's directory in shared memory.
+        run_dir: the run's directory; takes the snapshots for which shared memory has no room.
+        rank: this process's rank.
+        local_rank: its number on this machine.
+        local_world_size: how many processes this machine has.
+        restart: the number of this start of the workers.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        run_dir: str | None,
+        *,
+        rank: int,
+        local_rank: int,
+        local_world_size: int,
+        restart: int,
+    ) -> None:
+        self.directory = directory
+        self.directories = [directory]
+        if run_dir is not None:
+            self.directories.append(sharedmem.fallback(directory, run_dir))
+        self.rank = rank
+        self.restart = restart
+        self.pulse = Pulse(Heartbeats(directory, local_world_size), local_rank, rank, restart)
+        self.steps_lost = sum(int(entry["lost"]) for entry in _history(directory))
+        self._lock = threading.Lock()
+        self._is_torn = False
+        self._states: list[weakref.ref[Any]] = []
+        self._snapshot: snapshot.Snapshot | None = None
+        self._checkpoint: Path | None = None
+        self._leaving = threading.Event()
+        self.finish: Callable[[], None] = lambda: None
+        """Waits for what the process does in the background, such as the writing of a checkpoint."""
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._is_torn = True  # until the end of the commit
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self._is_torn = False
+            self.pulse.step += 1
+            self.pulse.beat()
+        self._lock.release()
+
+    @contextlib.contextmanager
+    def doing(self, phase: Phase) -> Iterator[None]:
+        """Show in the heartbeat what goes on inside a ``with`` block."""
+        pulse, before = self.pulse, self.pulse.phase
+        pulse.phase = phase
+        pulse.beat()
+        try:
+            yield
+        finally:
+            pulse.phase = before
+            pulse.beat()
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a TrainState lives in this process: there is something to save."""
+        return any(ref() is not None for ref in self._states)
+
+    @property
+    def can_stop(self) -> bool:
+        """Whether there will be a step to stop after: of a TrainState that is there, or is about to be."""
+        return self.has_states or (self.restart > 0 and snapshot.newest(self.directories) is not None)
+
+    def found(self) -> Checkpoint | None:
+        """Return what the TrainState that is being made has to take up; None for nothing."""
+        number = len(self._states)
+        if self._snapshot is not None and number < len(self._snapshot.states):
+            return self._snapshot.states[number]
+        return None
+
+    @property
+    def found_checkpoint(self) -> Path | None:
+        """The checkpoint to go on from after a restart that nobody has survived."""
+        return self._checkpoint
+
+    def register(self, state: Recoverable) -> None:
+        """Add a TrainState that has been made, and has taken up what it found."""
+        with self._lock:
+            self._states.append(weakref.ref(state))
+            self.pulse.num_states = len(self._states)
+            self.pulse.phase = Phase.TRAINING
+            if self._snapshot is None:
+                self.pulse.step += state.step
+        self.pulse.beat()
+
+    def save(self) -> Path | None:
+        """Save all TrainStates, from any thread; None if there are none, or a commit was cut off."""
+        if not self.has_states:
+            return None
+        if not self._lock.acquire(timeout=_LOCK_PATIENCE_S):
+            logger.error("no snapshot: a commit has not ended in {} s", _LOCK_PATIENCE_S)
+            return None
+        try:
+            if self._is_torn:
+                logger.error("no snapshot: an error has cut off a commit, so the state is not whole")
+                return None
+            if self.pulse.step == 0:
+                return None  # to begin again is the same
+            living = [ref() for ref in self._states]
+            states = [None if state is None else state.snapshot() for state in living]
+            return snapshot.save(self.directories, states, total=self.pulse.step, rank=self.rank)
+        except Exception:
+            logger.exception("no snapshot of step {}", self.pulse.step)
+            return None
+        finally:
+            self._lock.release()
+
+    def leave(self) -> None:
+        """Save and end this process at once, from any thread; the main thread may hang in a collective.
+
+        Does nothing if another thread has begun to.
+        """
+        if not self._leaving.is_set():
+            self._leaving.set()
+            self.save()
+            with contextlib.suppress(Exception):
+                self.finish()
+            end_process(sharedmem.LEFT_EXIT)
+
+    def leave_if_possible(self) -> None:
+        """Leave if there is something to save; otherwise main may still end by itself."""
+        if self.has_states:
+            self.leave()
+
+    def done(self) -> None:
+        """Main has returned: the end of this process is no death."""
+        self.pulse.phase = Phase.DONE
+        self.pulse.beat()
+
+    def peer_died(self) -> bool:
+        """Whether a process of this start and machine has ended without having done its part."""
+        return any(
+            beat.pid
+            and beat.restart == self.restart
+            and beat.phase != Phase.DONE
+            and not sharedmem.is_alive(beat.pid)
+            for beat in self.pulse.beats.read()
+        )
+
+    def agree(self, world: World) -> None:
+        """Find the most advanced state that is left. Collective: every rank must call, before main begins."""
+        if world.fault is not None:
+            world.fault("in_recovery", 0)
+        path = snapshot.newest(self.directories)
+        highest = max(beat.highest for beat in self.pulse.beats.read())
+        mine = torch.tensor([-1 if path is None else snapshot.total_of(path), highest])
+        everybody = _gathered(mine, world)
+        total, highest = (int(column.max()) for column in everybody.T)
+        from_disk = None if world.run_dir is None else checkpoint.latest(world.run_dir)
+        if from_disk is not None and _step_of(from_disk) > total:
+            self._checkpoint, restored, origin = from_disk, _step_of(from_disk), f"the checkpoint {from_disk}"
+        elif total >= 0:
+            holders = [rank for rank, row in enumerate(everybody.tolist()) if row[0] == total]
+            content: Any = path if path is not None and snapshot.total_of(path) == total else None
+            if len(holders) < world.world_size:
+                content = _sent(content, holders[0], world)
+            self._snapshot = snapshot.read(content)
+            restored, origin = total, f"rank {self._snapshot.rank}'s snapshot"
+        else:
+            restored, origin = 0, "the beginning"
+        lost = max(0, highest - restored)
+        self.steps_lost += lost
+        self.pulse.go_back_to(restored if self._snapshot is not None else 0)
+        if world.is_first:
+            self._tell(highest, restored, lost, origin)
+
+    def _tell(self, highest: int, restored: int, lost: int, origin: str) -> None:
+        cause = read_cause(self.directory, self.restart)
+        where = f"step {restored} of {origin}" if restored else origin
+        text = "the workers were started again" if cause is None else f"{cause.text} after step {highest}"
+        took = "" if cause is None else f" after {time.time() - cause.time:.2f} s"
+        gone = f"; {lost} steps are done again" if lost else ""
+        with open(self.directory / _HISTORY, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"restart": self.restart, "step": restored, "lost": lost}) + "\n")
+        if restored or highest:
+            logger.warning("{}; went on from {}{}{}", text, where, took, gone)
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process without waiting for anything; worker processes of DataLoaders end with it."""
+    for child in multiprocessing.active_children():
+        with contextlib.suppress(OSError):
+            child.kill()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def write_cause(directory: Path, restart: int, cause: Cause) -> None:
+    """Leave word for the workers of the next start why there is one."""
+    (directory / f"cause-{restart}.json").write_text(json.dumps(vars(cause)), encoding="utf-8")
+
+
+def read_cause(directory: Path, restart: int) -> Cause | None:
+    """Return why the workers were started again; None if nobody has left word."""
+    try:
+        return Cause(**json.loads((directory / f"cause-{restart}.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return None
+
+
+def _history(directory: Path) -> Sequence[dict[str, Any]]:
+    try:
+        lines = (directory / _HISTORY).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ()
+    return [json.loads(line) for line in lines]
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.partition("-")[2].partition(".")[0])
+
+
+def _gathered(mine: torch.Tensor, world: World) -> torch.Tensor:
+    """Return everybody's whole numbers, one row a rank. Collective."""
+    mine = mine.to(world.device)
+    rows = [torch.empty_like(mine) for _ in range(world.world_size)]
+    if world.world_size > 1:
+        dist.all_gather(rows, mine)
+    else:
+        rows = [mine]
+    return torch.stack(rows).cpu()
+
+
+def _sent(content: Path | None, holder: int, world: World) -> bytes:
+    """Send a snapshot from the machine that has it to the others. Collective."""
+    data = torch.empty(0, dtype=torch.uint8)
+    if world.rank == holder:
+        assert content is not None
+        data = torch.frombuffer(bytearray(content.read_bytes()), dtype=torch.uint8)
+    size = torch.tensor([data.numel()], device=world.device)
+    dist.broadcast(size, src=holder)
+    data = (
+        data.to(world.device)
+        if world.rank == holder
+        else torch.empty(int(size), dtype=torch.uint8, device=world.device)
+    )
+    dist.broadcast(data, src=holder)
+    return data.cpu().numpy().tobytes()
