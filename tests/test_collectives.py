@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from evenstep.collectives import (
+    GATHER_BELOW_BYTES,
     CommunicationThread,
     Exchange,
+    gather_below_bytes,
     reduce_by_gather,
     reduce_nodes,
     reduce_two_phase,
@@ -55,10 +57,19 @@ def _subtree(part, lo, hi):
     ("world_size", "lanes"), [(2, 2), (2, 4), (2, 5), (3, 4), (3, 8), (4, 8), (4, 4), (5, 8)]
 )
 def test_every_way_has_the_bits_of_the_ordered_sum(world_size, lanes):
-    sizes = (1, 2, 3, 7, 64, 1001, 20_000)  # smaller than the world, uneven, above the limit of the gather
+    # Smaller than the world, uneven, above the limit of the gather.
+    sizes = (1, 2, 3, 7, 64, 1001, 20_000, 300_001)
     for found in run_ranks(sums, world_size, sizes, lanes=lanes):
         for (way, n), value in found.items():
             assert torch.equal(value, ordered_sum(lanes, n)), (way, n)
+
+
+def test_the_limit_of_the_gather():
+    assert max(GATHER_BELOW_BYTES.values()) < 4 * 300_001  # the largest sum above is beyond it
+    assert {n: gather_below_bytes(n) for n in GATHER_BELOW_BYTES} == GATHER_BELOW_BYTES
+    assert gather_below_bytes(5) == gather_below_bytes(4)
+    assert gather_below_bytes(64) == gather_below_bytes(8) // 8
+    assert gather_below_bytes(2) == gather_below_bytes(3)  # two processes with three subtrees
 
 
 def test_another_order_has_other_bits():

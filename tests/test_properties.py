@@ -157,7 +157,7 @@ def test_the_gradient_is_the_naive_twins_for_random_worlds(draw):
     generator = np.random.default_rng(draw)
     lanes = int(generator.integers(3, 12))
     # Fewer samples than lanes, too, and gradients small and large enough for either way of the sum.
-    cases = [(int(generator.integers(1, 40)), int(width), draw) for width in (3, 40, 4000)]
+    cases = [(int(generator.integers(1, 40)), int(width), draw) for width in (3, 40, 40_000)]
     one = run_ranks(gradients, 1, cases, lanes=lanes)[0]
     assert all(equal for equal, _ in one)
     for found in run_ranks(gradients, int(generator.integers(2, min(lanes, 4) + 1)), cases, lanes=lanes):

@@ -29,9 +29,21 @@ from torch import Tensor
 from evenstep.tree import Node, cover, fold
 from evenstep.world import World
 
-# Below this size all-gather + fold beats the two-phase way: at 4 processes on gloo it takes 0.77 of an
-# all-reduce's time up to 64 KiB, and more than it above.
-GATHER_BELOW_BYTES = 64 * 1024
+# Sums smaller than this are gathered, larger ones go the two-phase way; the key is the world size. From this
+# size on two-phase had the lower median at every size measured, in the lower of two runs of
+# benchmarks/reduce.py: gloo over loopback, 2 cores with much other work on them. Bits do not depend on it.
+GATHER_BELOW_BYTES = {3: 1024 * 1024, 4: 512 * 1024, 8: 256 * 1024}
+
+
+def gather_below_bytes(world_size: int) -> int:
+    """Return below which size a sum is gathered: measured, or from the next smaller measured world size.
+
+    Beyond the largest one, what a rank receives (size times processes) stays what it is there.
+    """
+    measured = max((n for n in GATHER_BELOW_BYTES if n <= world_size), default=min(GATHER_BELOW_BYTES))
+    largest = max(GATHER_BELOW_BYTES)
+    below = GATHER_BELOW_BYTES[measured]
+    return below if world_size <= largest else below * largest // world_size
 
 
 @dataclass(frozen=True)
@@ -148,7 +160,7 @@ def reduce_nodes(nodes: Sequence[Tensor], exchange: Exchange, out: Tensor) -> No
             out.copy_(nodes[0])
         if len(exchange.covers) == 2:
             dist.all_reduce(out, group=exchange.group)
-    elif out.numel() * out.element_size() < GATHER_BELOW_BYTES:
+    elif out.numel() * out.element_size() < gather_below_bytes(len(exchange.covers)):
         out.copy_(reduce_by_gather(nodes, exchange))
     else:
         reduce_two_phase(nodes, exchange, out)
