@@ -6,12 +6,15 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from loguru import logger
+
 from evenstep import report
 from evenstep.config import TrainConfig, from_flat, write_toml
+from evenstep.errors import MachineError
 from evenstep.world import World
 
 
@@ -29,7 +32,8 @@ def save_config(config: TrainConfig, run_dir: Path, world: World | None = None) 
         fixed["lanes"] = world.lanes
         if world.mode == "exact":  # in fast mode they follow the number of processes
             fixed["threads"] = world.threads
-    report.write_whole(run_dir / "config.toml", write_toml(from_flat(fixed, config)))
+    with _write_errors(run_dir):
+        report.write_whole(run_dir / "config.toml", write_toml(from_flat(fixed, config)))
 
 
 def save_sources(sources: Mapping[str, str], run_dir: Path) -> None:
@@ -39,7 +43,20 @@ def save_sources(sources: Mapping[str, str], run_dir: Path) -> None:
     with contextlib.suppress(OSError, ValueError):
         kept = json.loads(path.read_text(encoding="utf-8"))
     known = {k: kept.get(k, source) if source == "run directory" else source for k, source in sources.items()}
-    report.write_whole(path, json.dumps(known, indent=1) + "\n")
+    with _write_errors(run_dir):
+        report.write_whole(path, json.dumps(known, indent=1) + "\n")
+
+
+@contextlib.contextmanager
+def _write_errors(run_dir: Path) -> Iterator[None]:
+    """Turn the errors of writing the files that a run begins with into a MachineError."""
+    try:
+        yield
+    except OSError as error:
+        raise MachineError(
+            f"cannot write into the run directory {run_dir}: {error}. Checkpoints, logs and metrics go "
+            "there. Free some space or correct the permissions, or choose another place with --run-dir."
+        ) from error
 
 
 class MetricsFile:
@@ -55,18 +72,29 @@ class MetricsFile:
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 if start_step and json.loads(line)["step"] <= start_step:
                     kept.append(line + "\n")
-        report.write_whole(path, "".join(kept))
-        self._file = path.open("a", encoding="utf-8")
+        self._failed = False
+        with _write_errors(path.parent):
+            report.write_whole(path, "".join(kept))
+            self._file = path.open("a", encoding="utf-8")
 
     def write(self, **values: Any) -> None:
-        """Append one line, at once. Numbers that JSON cannot hold (NaN, infinity) become null."""
+        """Append one line, at once. Numbers that JSON cannot hold (NaN, infinity) become null.
+
+        If it cannot be written, a warning says so, once, and the run goes on.
+        """
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        self._file.write(json.dumps(finite) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(finite) + "\n")
+            self._file.flush()
+        except OSError as error:
+            if not self._failed:
+                logger.warning("metrics are missing from here on in {}: {}", self._file.name, error)
+            self._failed = True
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # what could not be written has been told of
+            self._file.close()
 
 
 def start_line(world: World, *, step: int, epoch: int, **facts: Any) -> dict[str, Any]:
