@@ -515,3 +515,19 @@ def outcomes(world, names):
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
     return found
+
+
+def part_of_a_run(world, steps):
+    """Go on from the newest checkpoint to a step and save; everything that has a state is in it."""
+    torch.manual_seed(7)
+    layers = [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, momentum=None), OwnStatistics(), nn.Dropout(0.2)]
+    spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+    model = sequential(*layers, spectral)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.3, total_steps=20)
+    state = TrainState(model, optimizer, schedule=schedule, ema_decay=0.8, clip_norm=1.0)
+    for batch in Loader(vectors(), 32).batches(state, steps=steps):
+        train_step(state, batch, cross_entropy())
+    state.save()
+    state.lanes.close()
+    return digest(state), state.train_loss, state.step, state.epoch_step

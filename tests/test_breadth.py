@@ -43,3 +43,16 @@ def test_a_compiled_model():
 
     found = [value for n in (1, 2) for value in run_ranks(compiled, n, lanes=2, timeout_s=150)]
     assert all(value == found[0] for value in found[1:]), found
+
+
+def test_a_run_that_goes_on_inside_an_epoch_with_other_numbers_of_processes(tmp_path):
+    def part(steps, world_size, directory, **options):
+        return run_ranks(
+            breadth.part_of_a_run, world_size, steps, lanes=LANES, run_dir=str(directory), **options
+        )
+
+    whole = part(8, 1, tmp_path / "whole")[0]
+    assert whole[2:] == (8, 2)  # 90 samples in batches of 32: three steps an epoch
+    for steps, world_size in [(2, 3), (4, 1), (8, 2)]:
+        found = part(steps, world_size, tmp_path / "parts", resume=steps > 2)
+    assert all(value == whole for value in found), (whole, found)
