@@ -435,6 +435,29 @@ def test_versions_that_matter_less_and_another_python():
     assert rank_checks.check_versions([{"torch": "2"}] * 3).found == "all 3 processes: torch 2"
 
 
+def test_other_machines_show_what_is_not_in_order():
+    def main(here):
+        import dataclasses
+
+        def local(asked, nproc, num_gpus):
+            assert nproc == 1
+            return [Check("disk", "red" if here.rank else "green", f"of rank {here.rank}", "free some")]
+
+        doctor.local_checks = local
+        node = dataclasses.replace(here, num_nodes=2, node_rank=here.rank, local_rank=0, local_world_size=1)
+        return doctor._on_a_rank(node, DoctorOptions(bandwidth=False))
+
+    found = run_ranks(main, 2)[0]
+    assert [(check.name, check.status, check.found) for check in found[:2]] == [
+        ("disk", "green", "of rank 0"),
+        ("node 1: disk", "red", "of rank 1"),
+    ]
+    names = {check.name: check for check in found[2:]}
+    assert names.keys() == {"versions", "clocks", "links"}
+    assert names["clocks"].found != "not checked: one machine has one clock"
+    assert names["clocks"].status == "green"
+
+
 # The command.
 
 

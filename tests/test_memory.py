@@ -139,8 +139,8 @@ def test_the_state_before_the_step_is_saved_once_whichever_ranks_call(tmp_path):
 
     digests = run_ranks(save, 2, run_dir=str(tmp_path))
     (found,) = ls(tmp_path)
-    assert memory.retry_of(found.path) == (0, 4)
-    assert found.problem is None
+    assert (found.step, found.problem) == (0, None)
+    assert json.loads((tmp_path / memory.NOTE).read_text()) == {"step": 0, "lanes": 4, "threads": 1}
     assert digests[0] == digests[1]
 
 
@@ -162,18 +162,20 @@ def saved(tmp_path):
     return tmp_path
 
 
-def test_a_run_goes_on_with_the_lanes_and_threads_of_the_checkpoint(saved):
+def test_a_run_goes_on_with_the_lanes_and_threads_of_the_note(saved):
     again = memory.retried(hungry_config(saved))
     assert (again.process.lanes, again.process.threads, again.run.resume) == (4, 1, True)
+    assert memory.retried(hungry_config(saved)) is None, "a note counts once"
 
 
-@pytest.mark.parametrize(
-    "values",
-    [{"lanes_on_oom": False}, {"batch_size": 3}, {"lanes": 4}],
-    ids=["not wished", "fewer samples than lanes", "tried already"],
-)
-def test_when_a_run_does_not_go_on(saved, values):
+@pytest.mark.parametrize("values", [{"lanes_on_oom": False}, {"batch_size": 3}])
+def test_a_run_that_did_not_ask_or_has_fewer_samples_than_lanes_does_not_go_on(saved, values):
     assert memory.retried(hungry_config(saved, **values)) is None
+
+
+def test_a_note_of_another_step_than_the_newest_checkpoint_does_not_count(saved):
+    (saved / memory.NOTE).write_text(json.dumps({"step": 7, "lanes": 4, "threads": 1}))
+    assert memory.retried(hungry_config(saved)) is None
 
 
 def evenstep(*argv, cwd):

@@ -10,9 +10,9 @@ the lanes.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from filelock import FileLock
@@ -26,8 +26,8 @@ from evenstep.manifest import read_manifest
 from evenstep.state import TrainState
 from evenstep.world import World
 
-RETRY_KEY = "lanes_after_oom"
-"""Where the manifest of a checkpoint says with how many lanes the run has to go on."""
+NOTE = ".oom.json"
+"""The file of a run directory that says at which step and with how many lanes and threads the run goes on."""
 
 # What torch says in other classes than OutOfMemoryError.
 _SIGNS = ("DefaultCPUAllocator: ", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -102,37 +102,30 @@ def explained(world: World) -> Iterator[None]:
 
 
 def save_for_more_lanes(state: TrainState) -> None:
-    """Save the state before the step in hand, with the number of lanes to go on with. Any rank may call.
+    """Save the state before the step in hand, and a note with how many lanes to go on. Any rank may call.
 
     Every rank has the same state, so it does not matter which one's lane did not fit. If several ranks call,
-    one writes.
+    one writes. The note is a file of its own: rank 0 may still be writing the same checkpoint, and would
+    write over whatever the manifest says of it.
     """
     with contextlib.suppress(MachineError):  # it has been logged; what counts is the save below
         state.finish_saving()
-    lanes = 2 * state.world.lanes
-    run_dir = Path(str(state.world.run_dir))
+    world, run_dir = state.world, Path(str(state.world.run_dir))
+    note = {"step": state.step, "lanes": 2 * world.lanes, "threads": world.threads}
     if state.device.type == "cuda":
         torch.cuda.empty_cache()
     with FileLock(run_dir / ".oom.lock"):
-        newest = checkpoint.latest(run_dir)
-        if newest is not None and retry_of(newest) == (state.step, lanes):
+        if _note(run_dir) == note:
             return
-        meta = {**state.manifest_meta(), RETRY_KEY: lanes}
         checkpoint.save(
             run_dir,
             step=state.step,
             model=state.model.state_dict(),
             training=state.training_state(),
-            meta=meta,
+            meta=state.manifest_meta(),
             keep=_KEEP_ALL,
         )
-
-
-def retry_of(path: Path) -> tuple[int, int] | None:
-    """Return (step, lanes) if a checkpoint was saved to go on with more lanes, else None."""
-    manifest: dict[str, Any] = read_manifest(path)
-    lanes = manifest["meta"].get(RETRY_KEY)
-    return None if lanes is None else (int(manifest["step"]), int(lanes))
+        (run_dir / NOTE).write_text(json.dumps(note), encoding="utf8")
 
 
 def retried(config: TrainConfig) -> TrainConfig | None:
@@ -142,14 +135,25 @@ def retried(config: TrainConfig) -> TrainConfig | None:
     more lanes than samples in a batch. Threads stay as they were: they follow from the lanes by default,
     and one change of the numerics key is enough.
     """
-    newest = checkpoint.latest(str(config.run.run_dir)) if config.process.lanes_on_oom else None
-    found = None if newest is None else retry_of(newest)
-    if newest is None or found is None:
+    if not config.process.lanes_on_oom:
         return None
-    if not (config.process.lanes or 0) < found[1] <= config.optim.batch_size:
+    run_dir = Path(str(config.run.run_dir))
+    note = _note(run_dir)
+    (run_dir / NOTE).unlink(missing_ok=True)
+    newest = checkpoint.latest(run_dir)
+    if note is None or newest is None or read_manifest(newest)["step"] != note["step"]:
         return None
-    threads = read_manifest(newest)["meta"]["numerics"]["threads"]
-    return from_flat({"lanes": found[1], "threads": threads, "resume": True}, config)
+    if note["lanes"] > config.optim.batch_size:
+        return None
+    return from_flat({"lanes": note["lanes"], "threads": note["threads"], "resume": True}, config)
+
+
+def _note(run_dir: Path) -> dict[str, int] | None:
+    try:
+        note: dict[str, int] = json.loads((run_dir / NOTE).read_text(encoding="utf8"))
+        return note
+    except (OSError, ValueError):
+        return None
 
 
 def _advice(world: World) -> str:
