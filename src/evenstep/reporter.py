@@ -203,9 +203,7 @@ class Reporter:
         if not self._active:
             return
         self._facts = facts
-        if self._world.restart:
-            self.message(f"restart {self._world.restart}: going on from step {facts.start_step:,}")
-        else:
+        if not self._world.restart:  # a restart has said its line (recovery.py)
             for line in banner(self._config, self._world, facts):
                 self.message(line)
         if self._world.run_dir is not None:
@@ -329,9 +327,12 @@ class Reporter:
         if self._report is None:
             return
         run_dir = self._report.path.parent
-        report.write_whole(run_dir / report.RESULT, report.to_json(result) + "\n")
-        if evaluation is not None:
-            report.write_whole(run_dir / report.EVALUATION, report.to_json(evaluation) + "\n")
+        try:
+            report.write_whole(run_dir / report.RESULT, report.to_json(result) + "\n")
+            if evaluation is not None:
+                report.write_whole(run_dir / report.EVALUATION, report.to_json(evaluation) + "\n")
+        except MachineError as error:  # the run itself is done and saved
+            logger.warning("{}", error)
         self._refresh(at_last=True)
         if self._report.error is None:
             self.message(f"report {self._report.path}")
@@ -356,15 +357,20 @@ class Reporter:
         if self._metrics is not None:
             wall_s = round(time.perf_counter() - self._begun, 3)
             self._metrics.write(kind=kind, step=step, epoch=epoch, **values, wall_s=wall_s)
+        if kind not in ("train", "eval"):
+            return
+        numbers = {f"{kind}/{k}": v for k, v in values.items() if isinstance(v, (int, float))}
         if self._board is not None:
-            for name, value in values.items():
-                if isinstance(value, (int, float)):
-                    self._board.add_scalar(f"{kind}/{name}", value, step)
-
+            for name, value in numbers.items():
+                self._board.add_scalar(name, value, step)
         if self._tracker is not None:
-            self._tracker.log(
-                {f"{kind}/{k}": v for k, v in values.items() if isinstance(v, (int, float))}, step
-            )
+            try:
+                self._tracker.log(numbers, step)
+            except Exception as error:  # its server is away: no reason to end a training
+                self._tracker = None
+                text = f"--track stops at step {step}: {type(error).__name__}: {error}"
+                logger.warning("{}", text)
+                self.message(text)
 
     def _refresh(self, *, at_last: bool = False) -> None:
         if self._report is None:

@@ -60,9 +60,10 @@ def open_tracker(name: str, run_dir: Path, config: Mapping[str, Any], *, resumed
             "metrics.jsonl and report.html have the same numbers."
         ) from None
     except Exception as error:
+        said = str(error).strip().partition("\n")[0].rstrip(".")
         raise MachineError(
-            f"--track {name}: the library cannot open a run: {type(error).__name__}: {error}. The numbers "
-            f"would be missing there. Put right what it says (a login, a server), or leave the flag out."
+            f"--track {name}: the library cannot open a run: {type(error).__name__}: {said}. The numbers "
+            "would be missing there. Put right what it says (a login, a server), or leave the flag out."
         ) from error
     file.write_text(json.dumps(saved | {name: identity}), encoding="utf-8")
     return tracker
