@@ -75,6 +75,12 @@ class ProcessConfig:
     """CPU threads per process. Default: cores // lanes, at least 1. Kept on resume: it changes bits."""
     timeout_s: float = 300.0
     """Seconds that a process waits for the others in one collective."""
+    max_restarts: int = 3
+    """How often the processes are started again after one died; no committed step is lost. 0: never."""
+    nproc_min: int | None = None
+    """Go on with fewer processes, down to this, when the restarts are used up. Default: no fewer."""
+    stop_grace_s: float = 30.0
+    """Seconds that the processes have to end their step and save when the run is asked to stop."""
 
     def __post_init__(self) -> None:
         if self.nproc != "auto":
@@ -82,6 +88,13 @@ class ProcessConfig:
         _positive("lanes", self.lanes)
         _positive("threads", self.threads)
         _positive("timeout_s", self.timeout_s)
+        _positive("nproc_min", self.nproc_min)
+        _positive("stop_grace_s", self.stop_grace_s)
+        if self.max_restarts < 0:
+            raise ConfigError(
+                f"max_restarts is {self.max_restarts}; it must be 0 or more, such as --max-restarts 3, or "
+                "--max-restarts 0 to end the run when a process dies."
+            )
         if self.gpu_memory_fraction is not None and not 0 < self.gpu_memory_fraction <= 1:
             raise ConfigError(
                 f"gpu_memory_fraction is {self.gpu_memory_fraction}; it is a share of the memory, so it must "

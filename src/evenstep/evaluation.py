@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from evenstep.data.loader import eval_chunks
 from evenstep.errors import ConfigError
+from evenstep.heartbeat import Phase
+from evenstep.recovery import doing
 from evenstep.step import to_device
 from evenstep.world import World, current
 
@@ -58,7 +60,7 @@ def evaluate(
     model.eval()
     own: list[tuple[int, int, dict[str, tuple[float, float]]]] = []
     try:
-        with torch.inference_mode(), context():
+        with doing(world, Phase.EVALUATING), torch.inference_mode(), context():
             for chunk, size, data in eval_chunks(dataset, chunk_size=chunk_size, world=world, **loading):
                 values = metrics(model, to_device(data, device))
                 own.append((chunk, size, {name: _sum(name, v, size) for name, v in values.items()}))

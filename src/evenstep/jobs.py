@@ -294,7 +294,7 @@ def _facts(config: TrainConfig, source: Source, loader: Loader, state: TrainStat
         num_parameters=num_parameters(state.model)[0],
         groups=state.optimizer.param_groups,
         lr=state.base_lrs[0],
-        start_step=state.step,
+        start_step=state.start.step,
         start_epoch=state.epoch,
         data_note=source.note,
     )

@@ -149,7 +149,7 @@ def fit(
             state.save(score=score, keep=cadence.keep, wait=wait)
         saved_at = state.step
 
-    start_step = state.step
+    start_step = state.start.step
     for batch in stopwatch.reading(train.batches(state, epochs=epochs, steps=steps)):
         with stopwatch.stepping():
             result = train_step(state, batch, loss)

@@ -39,7 +39,7 @@ MOMENT = frozenset(
     {
         *("run_dir", "resume", "smoke_test", "steps"),
         *("nproc", "device", "gpus", "gpu_memory_fraction", "lanes_on_oom", "backend", "timeout_s"),
-        *("cache_dir", "workers", "json", "quiet"),
+        *("max_restarts", "nproc_min", "stop_grace_s", "cache_dir", "workers", "json", "quiet"),
     }
 )
 

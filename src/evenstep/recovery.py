@@ -247,6 +247,12 @@ class Recovery:
             logger.warning("{}; went on from {}{}{}", text, where, took, gone)
 
 
+def doing(world: World, phase: Phase) -> contextlib.AbstractContextManager[None]:
+    """Show in the heartbeat what goes on inside a ``with`` block."""
+    recovery: Recovery | None = world.recovery
+    return contextlib.nullcontext() if recovery is None else recovery.doing(phase)
+
+
 def end_process(code: int) -> NoReturn:
     """End this process without waiting for anything; worker processes of DataLoaders end with it."""
     for child in multiprocessing.active_children():

@@ -20,8 +20,10 @@ from evenstep import checkpoint
 from evenstep.checkpoint import Checkpoint
 from evenstep.data.batch import Batch
 from evenstep.errors import CheckpointError, ConfigError, DivergedError
+from evenstep.heartbeat import Phase
 from evenstep.lanes import Lanes
 from evenstep.optim import Schedule, apply_schedule
+from evenstep.recovery import doing
 from evenstep.saving import Saved, Saver
 from evenstep.storable import plain_values
 from evenstep.world import World, current
@@ -397,18 +399,19 @@ class TrainState:
         """
         if self.world.run_dir is None or not self.world.is_first:
             return None
-        self._saver.save(
-            self.world.run_dir,
-            step=self.step,
-            model=self.model.state_dict(),
-            training=self.training_state(cut_off=cut_off),
-            meta=self.manifest_meta(),
-            score=score,
-            keep=keep,
-            wait=wait,
-        )
-        if self.world.fault is not None:
-            self.world.fault("in_save", self.step)
+        with doing(self.world, Phase.SAVING):
+            self._saver.save(
+                self.world.run_dir,
+                step=self.step,
+                model=self.model.state_dict(),
+                training=self.training_state(cut_off=cut_off),
+                meta=self.manifest_meta(),
+                score=score,
+                keep=keep,
+                wait=wait,
+            )
+            if self.world.fault is not None:
+                self.world.fault("in_save", self.step)
         return checkpoint.path_of(self.world.run_dir, self.step)
 
     def finish_saving(self) -> None:
