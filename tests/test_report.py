@@ -1,4 +1,6 @@
+import hashlib
 import json
+from pathlib import Path
 
 import pytest
 
@@ -6,6 +8,11 @@ from browser import browser, console, opened, requests, until
 from evenstep import cli, report
 from evenstep.errors import ConfigError, MachineError
 from runs import make_run
+
+UPLOT = {  # dist/uPlot.iife.min.js and dist/uPlot.min.css of the npm package uplot 1.6.32
+    "uplot.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+    "uplot.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+}
 
 
 def test_collect_puts_all_starts_on_one_clock(tmp_path):
@@ -91,6 +98,14 @@ def test_the_report_is_not_written_again_at_once(tmp_path):
     assert not (run / "report.html").exists()
     refresher.refresh(at_last=True)
     assert (run / "report.html").exists()
+
+
+def test_the_library_in_the_page_is_the_published_one():
+    page = Path(report.__file__).parent / "page"
+    digests = {name: hashlib.sha256((page / name).read_bytes()).hexdigest() for name in UPLOT}
+    assert digests == UPLOT
+    assert "v1.6.32" in (page / "uplot.js").read_text()[:60]
+    assert "The MIT License" in (page / "uplot-LICENSE.txt").read_text()
 
 
 def test_text_of_the_data_cannot_end_the_script(tmp_path):

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from evenstep import cli
+from evenstep import cli, report
 
 SAMPLES = 34 * 16 + 5  # 35 steps of 16 an epoch, the last with 5
 
@@ -131,6 +131,29 @@ def test_the_run_directory(evenstep, tmp_path):
     assert lines[-2]["accuracy"] == values["test_accuracy"] or lines[-1]["kind"] == "checkpoint"
 
 
+def test_the_report_has_the_numbers_of_the_run(evenstep, tmp_path):
+    code, values = evenstep("--nproc", 2, "--run-dir", "run", "--epochs", 1, "--batch-size", 32, "--json")
+    assert code == 0
+    assert (tmp_path / "run" / "report.html").is_file()
+    shown = report.collect(tmp_path / "run")
+    assert shown["result"]["weights_sha256"] == values["weights_sha256"]
+    assert shown["numerics"] == values["numerics"]
+    confusion = np.array(shown["evaluation"]["confusion"])
+    assert confusion.sum() == values["test_samples"] == 301
+    assert confusion.trace() / 301 == pytest.approx(values["test_accuracy"])
+    assert all(one["image"].startswith("data:image/png") for one in shown["evaluation"]["wrong"])
+    assert len(shown["times"]["step_s"]) == 2
+    sources = {key: source for key, _, source, _ in shown["config"]}
+    assert (sources["batch_size"], sources["lr"]) == ("flag", "default")
+    # A resumed run says of each option where its value came from in the first place.
+    assert evenstep("--run-dir", "run", "--resume", "--epochs", 2, "--json")[0] == 0
+    shown = report.collect(tmp_path / "run")
+    sources = {key: source for key, _, source, _ in shown["config"]}
+    assert (sources["batch_size"], sources["epochs"], sources["lr"]) == ("flag", "flag", "default")
+    assert [start["resumed"] for start in shown["starts"]] == [False, True]
+    assert shown["evaluation"]["step"] == shown["step"] == shown["result"]["step"] == 36
+
+
 @pytest.mark.parametrize(
     "flags", [("--optimizer", "adamw", "--weight-decay", "0.01"), ("--precision", "bf16")]
 )
@@ -171,3 +194,31 @@ def test_errors_and_their_exit_codes(evenstep, flags, code, text):
     assert found == code
     assert text in message
     assert len(message.splitlines()) <= 12
+
+
+def test_resuming_refuses_what_would_repeat_samples(evenstep):
+    flags = ("--nproc", 1, "--lanes", 2, "--batch-size", 16, "--epochs", 2)
+    assert evenstep("--run-dir", "run", "--steps", 3, *flags)[0] == 0
+    resume = ("--run-dir", "run", "--resume", "--steps", 4)
+    code, message = evenstep(*resume, "--batch-size", 32)
+    assert code == 2
+    assert "stands at step 3 of epoch 0, and the batch size was 16 and is 32 now" in message
+    code, message = evenstep(*resume, "--seed", 1)
+    assert code == 2
+    assert "is of a run with seed 0, but the seed is 1 now" in message
+    code, message = evenstep(*resume, "--data", "digits")
+    assert code == 2
+    assert "the data are not those of --data" in message
+    code, message = evenstep(*resume, "--epochs", 3)
+    assert code == 0
+    assert "resumed with epochs 3 instead of 2" in message
+
+
+def test_nothing_is_started_or_made_for_a_wrong_flag(evenstep, tmp_path):
+    code, message = evenstep("--log-rotation", "nonsense")
+    assert code == 2
+    assert "log_rotation is 'nonsense'" in message
+    code, message = evenstep("--data", "digit")
+    assert code == 2
+    assert "Did you mean 'digits'?" in message
+    assert not (tmp_path / "runs").exists() or not any((tmp_path / "runs").glob("*/checkpoints"))
