@@ -1,0 +1,175 @@
+"""The command ``evenstep verify``: its flags, and what it prints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from evenstep import cli, options
+from evenstep import world as worlds
+from evenstep.config import TrainConfig, check_batch_size, from_flat
+from evenstep.errors import ConfigError
+
+PROG = "evenstep verify"
+STEPS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """Train a few steps on several numbers of processes and compare all bits: parameters, buffers, optimizer.
+
+    Takes all flags of evenstep train as well (evenstep train --help): --model, --data, --batch-size ... The
+    exit code is 0 if all runs are the same, 6 if not.
+    """
+
+    nproc: str = "1,2"
+    """Numbers of processes, compared with the first (1,2,3,4)."""
+    lanes: int | None = None
+    """Logical workers of all runs. Default: the largest of --nproc."""
+    steps: int = STEPS
+    """Steps to compare."""
+    main: str | None = None
+    """A loop of your own, module:main, called as main(world), in place of --model and --data."""
+    hash_seeds: str = "1,2"
+    """Values of PYTHONHASHSEED for runs in fresh interpreters, which show what follows the order of a set;
+    none: no such runs."""
+    against: Literal["single"] | None = None
+    """single: compare the losses with the plain one-process PyTorch loop, too."""
+    tolerance: float = 1e-4
+    """Largest relative difference of a loss from the plain loop's."""
+    json: bool = False
+    """Print one JSON object as the last line of stdout, in place of the table."""
+    quiet: bool = False
+    """Print only the result and errors."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ConfigError(f"steps is {self.steps}; there must be 1 or more to compare (--steps {STEPS}).")
+        if self.tolerance < 0:
+            raise ConfigError(f"tolerance is {self.tolerance}; it must be 0 or more (--tolerance 1e-4).")
+        if self.against is None and self.tolerance != 1e-4:
+            raise ConfigError("--tolerance is for --against single; add it, or leave --tolerance out.")
+
+
+# Flags of train that verify does not pass on as they are.
+_OWN = frozenset({"nproc", "lanes", "steps", "main", "hash_seeds", "against", "tolerance"})
+_BOTH = frozenset({"json", "quiet"})
+_REFUSED = ("resume", "run_dir", "smoke_test")
+
+
+def verify(argv: Sequence[str]) -> int:
+    """Run ``evenstep verify`` and return its exit code: 0 if all runs are the same, 6 if not."""
+    asked, config, sizes, seeds = parse(argv)
+    if worlds.placement() is not None:
+        raise ConfigError(
+            "evenstep verify starts its processes itself, on several numbers of processes in turn, but this "
+            "process was started by torchrun or the like. Start it as `evenstep verify`, without a launcher."
+        )
+    cli._begin()
+    lanes = asked.lanes or max(sizes)
+    main: Any
+    args: tuple[Any, ...] = ()
+    if asked.main is None:
+        check_batch_size(config.optim.batch_size, lanes)
+        config = cli._prepared(config)
+        from evenstep.jobs import steps_job
+
+        main, args = steps_job, (config,)
+    else:
+        from evenstep.objects import import_object
+
+        main = import_object(asked.main, what="main", flag="--main")
+        if not callable(main):
+            raise ConfigError(
+                f"--main {asked.main} is {type(main).__name__}, which cannot be called. Give a function that "
+                "takes the world, as for evenstep.launch: --main mymodule:main."
+            )
+
+    from evenstep.verify import EXIT_CODE, Verification, table
+
+    report = Verification(
+        main=main,
+        args=args,
+        world_sizes=sizes,
+        lanes=lanes,
+        steps=asked.steps,
+        hash_seeds=seeds,
+        tolerance=asked.tolerance if asked.against == "single" else None,
+        options=_launch_options(config),
+        tell=lambda text: None if asked.quiet else _tell(text),
+    ).run()
+    text = json.dumps(report.as_dict()) if asked.json else table(report)
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+    return 0 if report.is_same else EXIT_CODE
+
+
+def parse(argv: Sequence[str]) -> tuple[VerifyOptions, TrainConfig, list[int], list[int]]:
+    """Return the options of verify, the config of the training, the world sizes and the hash seeds.
+
+    Raises:
+        ConfigError: a flag or a value is wrong.
+        SystemExit: the help was printed (0), or a value does not fit its flag (2).
+    """
+    if options.wants_help(argv):
+        options._tyro(VerifyOptions, argv, PROG, VerifyOptions())
+    train_keys = options._keys(options._TrainFlags)
+    own_keys = options._keys(VerifyOptions)
+    found = options.scan_flags(argv, {**train_keys, **own_keys}, PROG)
+    for key in _REFUSED:
+        if key in found:
+            raise ConfigError(
+                f"{PROG}: --{key.replace('_', '-')} has no meaning here: verify always begins at step 0, and "
+                "writes no files. Leave it out."
+            )
+    own, rest = _split(found)
+    asked = options._tyro(VerifyOptions, own, PROG, VerifyOptions())
+    sizes = _numbers("nproc", asked.nproc, least=1)
+    seeds = [] if asked.hash_seeds == "none" else _numbers("hash_seeds", asked.hash_seeds, least=0)
+    lanes = asked.lanes or max(sizes)
+    if max(sizes) > lanes:
+        raise ConfigError(
+            f"nproc {max(sizes)} is above lanes {lanes}: each process needs a lane of its own. Use --lanes "
+            f"{max(sizes)} or more, or leave --lanes out."
+        )
+    config = options.parse(rest, "verify").config
+    # Its own command line has --nproc and --lanes in another sense; a --config file may have them, too.
+    return asked, from_flat({"nproc": 1, "lanes": None, "steps": None, "run_dir": None}, config), sizes, seeds
+
+
+def _split(found: Mapping[str, str | bool]) -> tuple[list[str], list[str]]:
+    """Return the words for verify's own flags and those for train's."""
+    own: list[str] = []
+    rest: list[str] = []
+    for key, value in found.items():
+        flag = f"--{key.replace('_', '-')}"
+        words = [flag if value else f"--no-{flag[2:]}"] if isinstance(value, bool) else [flag, value]
+        if key in _OWN or key in _BOTH:
+            own += words
+        if key not in _OWN:
+            rest += words
+    return own, rest
+
+
+def _numbers(name: str, text: str, *, least: int) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) >= least for part in parts) or len(set(parts)) < len(parts):
+        flag = name.replace("_", "-")
+        raise ConfigError(
+            f"{PROG}: --{flag} is {text!r}; expected whole numbers from {least} on, each once, with commas "
+            f"between them (--{flag} 1,2)."
+        )
+    return [int(part) for part in parts]
+
+
+def _launch_options(config: TrainConfig) -> dict[str, Any]:
+    given = cli._launch_options(config)
+    return {key: given[key] for key in given if key not in ("nproc", "lanes", "run_dir", "resume")}
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"verify: {text}\n")
+    sys.stderr.flush()
