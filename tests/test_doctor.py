@@ -548,6 +548,12 @@ def test_nothing_else_is_asked_of_a_broken_torch(monkeypatch):
     assert doctor.local_checks(DoctorOptions(), 2, 0) == [broken]
 
 
+def test_a_run_on_the_cpu_asks_nobody_about_gpus(monkeypatch):
+    monkeypatch.setattr(checks, "check_gpus", lambda num: pytest.fail("asked"))
+    found = doctor.diagnose(DoctorOptions(device="cpu", bandwidth=False))
+    assert not {"GPUs", "driver"} & {check.name for check in found}
+
+
 def test_every_flag_reaches_its_check(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parent)
     path = script(tmp_path, "import evenstep\nevenstep.launch(print)\n")

@@ -41,6 +41,8 @@ class DoctorOptions:
     """Logical workers, as for evenstep train."""
     threads: int | None = None
     """CPU threads per process, as for evenstep train."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda if there is a GPU, else cpu."""
     workers: int = 0
     """DataLoader workers per process, as for evenstep train."""
     batch_size: int = 128
@@ -92,7 +94,7 @@ def diagnose(options: DoctorOptions) -> list[Check]:
     if world.placement() is not None:
         found: list[Check] = _launched(options, _on_a_rank, options)
         return found
-    num_gpus = _num_gpus()
+    num_gpus = _num_gpus(options)
     nproc = _nproc(options, num_gpus)
     local = local_checks(options, nproc, num_gpus)
     if not options.bandwidth:
@@ -136,8 +138,8 @@ def local_checks(options: DoctorOptions, nproc: int, num_gpus: int) -> list[Chec
     return [
         first,
         checks.check_backends(num_gpus),
-        checks.check_gpus(num_gpus),
-        checks.check_driver(torch.version.cuda, num_gpus),
+        *([checks.check_gpus(num_gpus)] if options.device != "cpu" else []),
+        *([checks.check_driver(torch.version.cuda, num_gpus)] if options.device != "cpu" else []),
         checks.check_cores(nproc, threads),
         checks.check_shared_memory(nproc * checkpoint_bytes + batches),
         checks.check_disk(options.run_dir, checkpoint_bytes, options.keep),
@@ -156,7 +158,7 @@ def _on_a_rank(here: World, options: DoctorOptions | None) -> list[Check]:
 
     own: list[Check] = []
     if options is not None and here.local_rank == 0:
-        own = local_checks(options, here.local_world_size, _num_gpus())
+        own = local_checks(options, here.local_world_size, _num_gpus(options))
     offsets = rank_checks.clock_offsets(here) if here.num_nodes > 1 else [0.0]
     versions = rank_checks.gather(here, checks.versions())
     links = rank_checks.measure_links(here) if options is None or options.bandwidth else []
@@ -181,12 +183,13 @@ def _launched(options: DoctorOptions, main: Any, *args: Any, nproc: int | None =
     from evenstep.launcher import launch
 
     lanes = None if nproc is None else max(nproc, options.lanes or nproc)
-    return launch(
-        main, *args, nproc=nproc or "auto", lanes=lanes, threads=options.threads, timeout_s=TIMEOUT_S
-    )
+    asked = {"threads": options.threads, "device": options.device, "timeout_s": TIMEOUT_S}
+    return launch(main, *args, nproc=nproc or "auto", lanes=lanes, **asked)
 
 
-def _num_gpus() -> int:
+def _num_gpus(options: DoctorOptions) -> int:
+    if options.device == "cpu":
+        return 0
     try:
         import torch
     except Exception:  # check_torch says what is wrong
