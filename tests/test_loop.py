@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from evenstep import Cadence, Loader, TrainState, checkpoint, cross_entropy, evaluate, fit
+from evenstep import Cadence, Loader, TrainState, checkpoint, cross_entropy, evaluate, fit, launch
 from evenstep.errors import CheckpointError
 from evenstep.metrics import classification
 from evenstep.optim import make_schedule
@@ -124,3 +124,11 @@ def test_another_numerics_key_is_named(tmp_path):
     log = (tmp_path / "logs" / "rank0.log").read_text()
     assert "another numerics key" in log
     assert "precision: 'fp32' in the checkpoint, 'bf16' now" in log
+
+
+def test_a_resumed_run_keeps_its_lanes_and_threads(tmp_path):
+    run_ranks(lambda world: run(world, steps=2), 1, lanes=4, threads=2, run_dir=str(tmp_path))
+    seen = launch(
+        lambda world: (world.lanes, world.threads), nproc=2, device="cpu", run_dir=str(tmp_path), resume=True
+    )
+    assert seen == (4, 2)

@@ -236,6 +236,16 @@ def latest(run_dir: str | Path) -> Path | None:
     return None
 
 
+def read_meta(path: str | Path) -> dict[str, Any]:
+    """Return the ``meta`` that a checkpoint was saved with, from its manifest alone.
+
+    Raises:
+        CheckpointError: the manifest is missing or damaged.
+    """
+    meta: dict[str, Any] = read_manifest(Path(path))["meta"]
+    return meta
+
+
 def load(path: str | Path, *, map_location: str | torch.device = "cpu") -> Checkpoint:
     """Read a checkpoint after checking the SHA-256 of its files. Every rank may call this.
 

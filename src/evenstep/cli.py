@@ -111,18 +111,19 @@ def train(argv: Sequence[str]) -> int:
     place = _begin()
     asked = options.parse(argv)
     config = asked.config if place is None else _placed(asked.config, place)
-    config = open_run_dir(config)
     _tell(config, asked.notes)
-
-    config = _prepared(config)
+    config = open_run_dir(_prepared(config))  # in this order: no run directory for data that are not there
 
     from evenstep.records import save_config, save_sources
 
-    if place is None or place.rank == 0:
-        save_config(config, Path(str(config.run.run_dir)))
-        save_sources(asked.sources, Path(str(config.run.run_dir)))
-
-    return _result(config, _trained(config))
+    run_dir, speaks = Path(str(config.run.run_dir)), place is None or place.rank == 0
+    if speaks and not config.run.resume:
+        save_config(config, run_dir)
+        save_sources(asked.sources, run_dir)
+    result = _trained(config)
+    if speaks and config.run.resume:  # not before: a resume that is refused leaves the run as it was
+        save_sources(asked.sources, run_dir)
+    return _result(config, result)
 
 
 def _trained(config: TrainConfig) -> Mapping[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from loguru import logger
 from torch import nn
 from torch.utils.data import Subset
 
@@ -254,8 +255,40 @@ def _state(config: TrainConfig, source: Source, steps_per_epoch: int | None, wor
         world=world,
     )
     state.double_lanes_on_oom = config.process.lanes_on_oom
-    state.meta = {"config": to_flat(config), "classes": list(source.classes or ())}
+    meta = {
+        "config": to_flat(config),
+        "classes": list(source.classes or ()),
+        "fingerprint": getattr(source.train, "fingerprint", None),
+    }
+    if state.resumed_from is not None:
+        _check_resumed(state, checkpoint.read_meta(state.resumed_from), meta)
+    state.meta = meta
     return state
+
+
+def _check_resumed(state: TrainState, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse, or at the end of an epoch only mention, what changes which samples a step takes."""
+    sizes = [meta.get("config", {}).get("batch_size") for meta in (before, now)]
+    changes = []
+    if sizes[0] not in (None, sizes[1]):
+        changes.append(f"the batch size was {sizes[0]} and is {sizes[1]} now (--batch-size {sizes[0]})")
+    if before.get("fingerprint") not in (None, now["fingerprint"]):
+        changes.append(f"the data are not those of --data {before.get('config', {}).get('data')}")
+    if changes and state.epoch_step:
+        raise ConfigError(
+            f"the run stands at step {state.epoch_step} of epoch {state.epoch}, and {' and '.join(changes)}: "
+            "the rest of the epoch would repeat some samples and leave others out. Resume with what the run "
+            "was started with, or begin a new run in another --run-dir."
+        )
+    for change in changes:
+        logger.warning("resumed with a change: {}", change)
+    epochs = [meta.get("config", {}).get("epochs") for meta in (before, now)]
+    if epochs[0] not in (None, epochs[1]):
+        logger.warning(
+            "resumed with epochs {} instead of {}: the schedule is laid over them from here on",
+            epochs[1],
+            epochs[0],
+        )
 
 
 def _evaluation(

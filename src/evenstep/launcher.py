@@ -248,7 +248,7 @@ def _start_method() -> str:
 
 def _setting(opts: LaunchOptions, started: float) -> tuple[Setting, int]:
     """Return what all workers have in common, and how many this machine runs."""
-    from evenstep import devices, worker
+    from evenstep import devices, log, worker
 
     place = world.placement()
     if place is not None and (opts.gpus or "").startswith("idle"):
@@ -256,6 +256,8 @@ def _setting(opts: LaunchOptions, started: float) -> tuple[Setting, int]:
             f"--gpus {opts.gpus} under {place.launcher}: each process would choose for itself, and see the "
             "others as users of their GPUs. Name the GPUs (--gpus 0,1), or let evenstep start the processes."
         )
+    log.check_rotation(opts.log_rotation)
+    opts = _kept(opts)
     chosen = devices.choose(opts.device, opts.gpus, opts.gpu_memory_fraction)
     nproc = place.local_world_size if place else _nproc(opts, len(chosen.gpus))
     world_size = place.world_size if place else nproc
@@ -264,9 +266,10 @@ def _setting(opts: LaunchOptions, started: float) -> tuple[Setting, int]:
     backend = opts.backend or chosen.backend
     worker.check_backend(backend)
     if backend == "nccl" and nproc > len(chosen.gpus):
+        fewer = f"--nproc {len(chosen.gpus)}, or " if chosen.gpus else ""
         raise MachineError(
             f"nproc {nproc} is above the number of GPUs, {len(chosen.gpus)}: nccl wants a GPU for each "
-            f"process. Use --nproc {max(1, len(chosen.gpus))}, or --backend gloo, or --device cpu."
+            f"process. Use {fewer}--backend gloo."
         )
     threads = opts.threads or (
         world.default_threads(lanes) if opts.mode == "exact" else max(1, world.num_cores() // nproc)
@@ -288,6 +291,20 @@ def _setting(opts: LaunchOptions, started: float) -> tuple[Setting, int]:
         fault=opts.fault,
     )
     return setting, nproc
+
+
+def _kept(opts: LaunchOptions) -> LaunchOptions:
+    """Return the options with what a resumed run keeps unless told otherwise: its lanes and threads."""
+    if not (opts.resume and opts.run_dir):
+        return opts
+    from evenstep import checkpoint
+
+    path = checkpoint.latest(opts.run_dir)
+    if path is None:
+        return opts
+    meta = checkpoint.read_meta(path)
+    threads = meta.get("numerics", {}).get("threads") if opts.mode == "exact" else None
+    return dataclasses.replace(opts, lanes=opts.lanes or meta.get("lanes"), threads=opts.threads or threads)
 
 
 def _nproc(opts: LaunchOptions, num_gpus: int) -> int:

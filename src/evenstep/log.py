@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from loguru import logger
+
+from evenstep.errors import ConfigError
 
 FORMAT = "{time:YYYY-MM-DD HH:mm:ss.SSS} | {level: <8} | {who} | {name}:{line} | {message}"
 CONSOLE_FORMAT = "[{who}] {level}: {message}"
@@ -17,6 +20,17 @@ CONSOLE_FORMAT = "[{who}] {level}: {message}"
 def path_of(run_dir: str | Path, rank: int) -> Path:
     """Return the log file of a rank."""
     return Path(run_dir) / "logs" / f"rank{rank}.log"
+
+
+def check_rotation(rotation: str) -> None:
+    """Raise ConfigError if loguru does not understand ``rotation``, before any process is started."""
+    try:
+        logger.remove(logger.add(os.devnull, rotation=rotation, delay=True))
+    except ValueError as error:
+        raise ConfigError(
+            f"log_rotation is {rotation!r}, which no log file can follow ({error}). Give a time of day, a "
+            "size or an age, for example --log-rotation 12:00, '10 MB' or '1 week'."
+        ) from None
 
 
 @contextlib.contextmanager

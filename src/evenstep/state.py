@@ -436,6 +436,13 @@ class TrainState:
         self.resumed_from = Path(path)
 
     def _take(self, saved: Checkpoint, origin: str) -> None:
+        seed = saved.meta.get("seed", self.world.seed)
+        if seed != self.world.seed:
+            raise ConfigError(
+                f"{origin} is of a run with seed {seed}, but the seed is {self.world.seed} now: the rest of "
+                f"the epoch would repeat some samples and leave others out. Resume with --seed {seed}, or "
+                "begin a new run in another --run-dir."
+            )
         checkpoint.load_into(self.model, saved)
         training = saved.training
         try:
