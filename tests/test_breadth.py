@@ -36,6 +36,7 @@ def test_items_from_workers_are_those_without_workers(found):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)  # the compiler: a minute, and much more on a busy machine
 def test_a_compiled_model():
     def compiled(world):
         torch.manual_seed(7)
