@@ -166,6 +166,18 @@ def test_a_restarted_worker_does_not_repeat_the_banner(tmp_path):
     assert stream.getvalue() == "restart 1: going on from step 7\n"
 
 
+def test_the_first_step_after_a_restart_says_nothing_about_the_speed(tmp_path):
+    config = from_flat({"log_every": 1})
+    with Reporter(config, world(run_dir=str(tmp_path), restart=1), io.StringIO()) as reporter:
+        reporter.start(Facts(**{**vars(FACTS), "start_step": 7}))
+        reporter.step(8, 0, 1.0, 0.05, 128)
+        reporter.step(9, 0, 1.0, 0.05, 128)
+    start, first, second = lines_of(tmp_path / "metrics.jsonl")
+    assert start["restart"] == 1
+    assert first["images_per_s"] is None
+    assert second["images_per_s"] > 0
+
+
 def test_the_loss_is_only_read_when_it_is_shown(tmp_path):
     class Loss:
         read = 0

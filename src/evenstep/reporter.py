@@ -262,7 +262,11 @@ class Reporter:
         """
         if not self._active:
             return
-        self._images += images
+        if self._world.restart and self._facts is not None and step == self._facts.start_step + 1:
+            # It may have been done before the failure, and take no time now. It says nothing about the speed.
+            self._since = time.perf_counter()
+        else:
+            self._images += images
         if self._bar is not None:
             self._bar.update(1)
         total = self._facts.total_steps if self._facts else None
@@ -270,17 +274,19 @@ class Reporter:
             return
         value = float(loss)
         now = time.perf_counter()
-        rate = self._images / max(now - self._since, 1e-9)
+        rate = self._images / max(now - self._since, 1e-9) if self._images else None
+        speed = "" if rate is None else f"{rate:,.0f} images/s"
         self._images, self._since = 0, now
         extra = {} if grad_norm is None else {"grad_norm": float(grad_norm)}
-        self._write("train", step, epoch, loss=value, lr=lr, images_per_s=round(rate, 1), **extra)
+        images_per_s = None if rate is None else round(rate, 1)
+        self._write("train", step, epoch, loss=value, lr=lr, images_per_s=images_per_s, **extra)
         if self._bar is not None:
             self._bar.set_description_str(f"Iter (loss={value:.3f})", refresh=False)
-            self._bar.set_postfix_str(f"epoch {epoch}, {rate:,.0f} images/s")
+            self._bar.set_postfix_str(f"epoch {epoch}, {speed}")
         else:
             of = "" if total is None else f"/{total}"
             self.message(
-                f"step {step}{of}  epoch {epoch}  loss {value:.4f}  lr {lr:.3g}  {rate:,.0f} images/s"
+                f"step {step}{of}  epoch {epoch}  loss {value:.4f}  lr {lr:.3g}  {speed}"
                 + self._eta(step, total)
             )
 
