@@ -39,8 +39,8 @@ commands:
   --version    show the version
 
 exit codes: 0 ok; 1 a worker failed; 2 wrong flag or config; 3 the machine or the data; 4 checkpoint missing
-or bad; 5 diverged, or the processes hold different weights; 6 verify found a difference; 75 stopped and
-saved, run it again with --resume; 128+N killed by signal N
+or bad; 5 diverged, or ranks hold different weights; 6 verify found a difference; 75 stopped and saved, run it
+again with --resume; 128+N killed by signal N
 """
 
 COMMANDS = ("train", "eval", "config", "checkpoint", "doctor", "verify", "report", "watch")
