@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import tempfile
 
 import torch
 import torch.distributed as dist
@@ -61,15 +62,14 @@ def evaluate(model, loader):
 
 def main():
     """Start the workers and wait for them."""
-    import tempfile
-
     args = arguments()
+    share = min(1.0, len(os.sched_getaffinity(0)) / args.processes)  # Ray waits for cores that are not there
     with tempfile.TemporaryDirectory() as directory:
         results = os.path.join(directory, "results.json")
         trainer = TorchTrainer(
             training,
             train_loop_config={"args": args, "results": results},
-            scaling_config=ScalingConfig(num_workers=args.processes),
+            scaling_config=ScalingConfig(num_workers=args.processes, resources_per_worker={"CPU": share}),
             torch_config=TorchConfig(backend="gloo"),
             run_config=train.RunConfig(storage_path=directory),
         )

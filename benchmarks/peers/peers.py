@@ -47,7 +47,7 @@ class Command:
         words += ["--run-dir", str(scratch / "run"), "--nproc", str(args.nproc), "--threads", "1"]
         words += ["--device", "cpu", "--batch-size", str(BATCH_SIZE), "--epochs", str(args.epochs)]
         words += ["--optimizer", "sgd", "--lr", "0.05", "--momentum", "0.9", "--model", "net"]
-        words += ["--log-every", "1" if args.steps else "10", "--json"]
+        words += ["--log-every", "1", "--json"]
         words += ["--steps", str(args.steps)] if args.steps else []
         words += ["--augment"] if args.augment else []
         return [*words, *self.flags]

@@ -87,7 +87,7 @@ def run_once(words, reading, *, cwd, memory, timeout_s):
     Raises:
         Failed: it ended badly, took too long or did not tell its times.
     """
-    variables = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     lines, peak = [], [0.0]
     before = frozenset(descendants(os.getpid()))  # none of this run's business
     started = time.time()
