@@ -109,10 +109,19 @@ def train(argv: Sequence[str]) -> int:
         options.parse(argv)
     options.check_flags(argv)  # a mistyped flag is the likeliest error; no fork server for it
     place = _begin()
+    from evenstep.log import check_rotation
+
     asked = options.parse(argv)
     config = asked.config if place is None else _placed(asked.config, place)
+    check_rotation(config.output.log_rotation)
+    config = open_run_dir(config)
     _tell(config, asked.notes)
-    config = open_run_dir(_prepared(config))  # in this order: no run directory for data that are not there
+    try:
+        config = _prepared(config)
+    except EvenstepError:
+        with contextlib.suppress(OSError):  # a run that was there before is not empty, and stays
+            Path(str(config.run.run_dir)).rmdir()
+        raise
 
     from evenstep.records import save_config, save_sources
 
