@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
+from evenstep.data import fetch
 from evenstep.data.augment import Augment, augment, to_tensor
 from evenstep.data.cache import ImageArrays
 from evenstep.data.loader import Loader, eval_chunks, num_samples
@@ -384,7 +385,7 @@ class Inside(RandomItems):
         death_signal = ctypes.c_int()
         ctypes.CDLL(None).prctl(2, ctypes.byref(death_signal), 0, 0, 0)  # PR_GET_PDEATHSIG
         ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-        default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        default = signal.getsignal(signal.SIGTERM) is fetch._linger
         return torch.tensor([death_signal.value, ignored, default, torch.get_num_threads()])
 
 

@@ -14,6 +14,7 @@ import atexit
 import dataclasses
 import multiprocessing
 import multiprocessing.forkserver
+import signal
 import socket
 import threading
 import time
@@ -21,6 +22,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+import cloudpickle
 
 from evenstep import program, world
 from evenstep.errors import ConfigError, MachineError, did_you_mean
@@ -180,8 +183,15 @@ def warm_up(threads: int | None = None) -> None:
         return
     multiprocessing.set_forkserver_preload(["evenstep.preload"])
     variables = {"OMP_NUM_THREADS": str(threads or 1), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    with world.variables(variables):
-        multiprocessing.forkserver.ensure_running()
+    # A signal to the whole group is for this process, which passes it on; the helpers must outlive it. What
+    # is blocked here stays blocked in them.
+    blocked = {signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    try:
+        with world.variables(variables):
+            multiprocessing.forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Handle:
@@ -288,7 +298,7 @@ def _setting(opts: LaunchOptions, started: float) -> tuple[Setting, int]:
         log_rotation=opts.log_rotation,
         log_diagnose=opts.log_diagnose,
         started=started,
-        fault=opts.fault,
+        fault=None if opts.fault is None else bytes(cloudpickle.dumps(opts.fault)),
     )
     return setting, nproc
 

@@ -29,8 +29,7 @@ MODULES = (
     "evenstep.loop",
 )
 
-# A signal to the whole group (a terminal, Slurm) is for the launching process, which passes it on. The fork
-# server ends with the launching process, and its end would be that of all workers.
+# As for the helper processes in launcher.warm_up, whose mask of blocked signals the workers take off.
 for _number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
     signal.signal(_number, signal.SIG_IGN)
 

@@ -60,6 +60,7 @@ class Signals:
         for number in SIGNALS:
             self._before[number] = signal.signal(number, self._handle)
         self._old_wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=_forget)
         threading.Thread(target=self._watch, name="evenstep-signals", daemon=True).start()
         return self
 
@@ -116,3 +117,9 @@ class Signals:
                 self._recovery.leave_if_possible()
             if died_at is not None and time.monotonic() - died_at > _UNWIND_S:
                 end_process(128 + signal.SIGTERM)
+
+
+def _forget() -> None:
+    """Keep the signals of a forked process, such as a DataLoader's worker, from those of this one."""
+    with contextlib.suppress(ValueError):
+        signal.set_wakeup_fd(-1)

@@ -63,8 +63,8 @@ class Setting:
     log_diagnose: bool
     started: float
     """When the run was launched, as ``time.time()``."""
-    fault: Callable[[int, int, str, int], None] | None = None
-    """Called as fault(rank, restart, point, step) at named points of a step; for tests (testing.kill_at)."""
+    fault: bytes | None = None
+    """Pickled: called as fault(rank, restart, point, step) at named points; for tests (testing.kill_at)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +93,7 @@ def entry(job: Job) -> None:
     _die_with_parent()
     for number in (signal.SIGTERM, signal.SIGUSR1):  # the fork server ignores them (preload.py)
         signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGUSR1})
     agents = {
         name: value
         for name, value in world.environment().items()
@@ -234,7 +235,9 @@ def _prepared(
         started=setting.started,
         channel=channel,
         recovery=recovery,
-        fault=None if setting.fault is None else functools.partial(setting.fault, place.rank, place.restart),
+        fault=None
+        if setting.fault is None
+        else functools.partial(cloudpickle.loads(setting.fault), place.rank, place.restart),
     )
     recovery.finish = here.finish
     has_parent = isinstance(channel, Line)

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from evenstep.data.augment import Augment, augment, to_tensor
 from evenstep.data.cache import ImageArrays
 from evenstep.errors import ConfigError, DataError
 
+_LINGER_S = 10.0
 Collate = Callable[[list[Any]], Any]
 Normalize = tuple[tuple[float, ...], tuple[float, ...]]
 
@@ -173,6 +175,13 @@ def _same(value: Any) -> Any:
     return value
 
 
+def _linger(number: int, _: object) -> None:
+    """End this worker some seconds after SIGTERM."""
+    timer = threading.Timer(_LINGER_S, os._exit, (128 + number,))
+    timer.daemon = True
+    timer.start()
+
+
 class _WorkerInit:
     """Prepares a DataLoader worker: it dies with its parent, and leaves signals to the parent."""
 
@@ -186,8 +195,10 @@ class _WorkerInit:
             if os.getppid() != self.parent:  # it died before the line above
                 os._exit(1)
         # A forked worker inherits the handlers of a training process, which save its state.
+        # A signal to the whole group asks that process to stop after its step, for which it needs its batch.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, _linger)
         torch.set_num_threads(1)
 
 

@@ -1,0 +1,280 @@
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from evenstep import Loader, TrainState, cross_entropy, evaluate, sharedmem, snapshot, train_step
+from evenstep.errors import ConfigError, WorkerError
+from evenstep.heartbeat import Beat, Heartbeats, Phase, Pulse
+from evenstep.launcher import launch
+from evenstep.metrics import classification
+from evenstep.testing import kill_at, run_ranks
+from scripts import CPU, run_script
+from worlds import SmallNet, digest, images, trained
+
+
+def outcome(world):
+    """Adam, a moving average, dropout, BatchNorm of both kinds, clipping: all that a snapshot must hold."""
+    state, _ = trained(
+        world, optimizer=lambda params: torch.optim.Adam(params, lr=0.01), ema_decay=0.9, clip_norm=1.0
+    )
+    return digest(state), state.train_loss, state.step, world.restart, world.recovery.steps_lost
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    (result,) = run_ranks(outcome, 1, lanes=4)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("point", "nproc"),
+    [
+        ("before_forward", 2),
+        ("before_reduce", 3),
+        ("in_reduce", 2),
+        ("in_reduce", 4),
+        ("after_reduce", 3),
+        ("in_commit", 2),
+    ],
+)
+def test_a_kill_at_any_point_of_a_step_changes_no_bit_and_loses_no_step(point, nproc, undisturbed):
+    values = run_ranks(outcome, nproc, lanes=4, fault=kill_at(nproc - 1, 4, point=point))
+    assert values == [(*undisturbed[:3], 1, 0)] * nproc
+
+
+class Faults:
+    """Several faults in one run."""
+
+    def __init__(self, *faults):
+        self.faults = faults
+
+    def __call__(self, *args):
+        for fault in self.faults:
+            fault(*args)
+
+
+def test_many_kills_of_any_rank_two_at_once_and_during_recovery(undisturbed):
+    faults = Faults(
+        kill_at(0, 2),
+        kill_at(1, 0, point="in_recovery", restart=1),
+        kill_at((0, 2), 5, point="in_reduce", restart=2),
+        kill_at(1, 5, point="before_forward", restart=3),
+        kill_at((1, 2), 8, point="after_reduce", restart=4),
+    )
+    values = run_ranks(outcome, 3, lanes=4, fault=faults, max_restarts=10)
+    assert values == [(*undisturbed[:3], 5, 0)] * 3
+
+
+def two_models(world):
+    """Two TrainStates that step by turns, and a line of the loop after each step that changes the weights."""
+    torch.manual_seed(1)
+    states = [
+        TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1)) for model in (SmallNet(), SmallNet(4))
+    ]
+    for batch in Loader(images(), 50).batches(states[0], epochs=2):
+        for state in states:
+            train_step(state, batch, cross_entropy())
+            with torch.no_grad():
+                for p in state.model.parameters():
+                    p.clamp_(-0.1, 0.1)
+    return [digest(state) for state in states], [state.step for state in states], world.recovery.steps_lost
+
+
+def test_several_models_go_on_where_the_loop_was_cut():
+    expected = run_ranks(two_models, 2, lanes=4)
+
+    class AtTheSecondModel:
+        def __init__(self):
+            self.calls = 0
+
+        def __call__(self, rank, restart, point, step):
+            self.calls += point == "before_reduce"
+            if restart == 0 and rank == 1 and self.calls == 2 * 2 * 5 + 3:  # 2 lanes, 2 models, step 5
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    assert run_ranks(two_models, 2, lanes=4, fault=AtTheSecondModel()) == expected
+
+
+def evaluated(world, told):
+    """A loop that evaluates at the end of each epoch, and reports it."""
+    model = SmallNet()
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    for batch in Loader(images(), 50).batches(state, epochs=3):
+        train_step(state, batch, cross_entropy())
+        if batch.last_in_epoch:
+            if world.restart == 0 and world.rank == 1 and batch.epoch == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            told[state.epoch] = evaluate(state.model, images(60), classification, chunk_size=10)["loss"]
+    return told
+
+
+def test_what_the_loop_does_after_a_step_is_done_after_a_restart():
+    expected = run_ranks(evaluated, 1, {}, lanes=2)
+    assert set(expected[0]) == {1, 2, 3}
+    found = run_ranks(evaluated, 2, {}, lanes=2)
+    assert found == [{epoch: expected[0][epoch] for epoch in (2, 3)}] * 2
+
+
+def test_fewer_processes_go_on_when_one_cannot_be_kept_alive(undisturbed):
+    class Cursed:
+        def __call__(self, rank, restart, point, step):
+            if rank == 2 and point == "before_reduce" and step == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    values = run_ranks(outcome, 3, lanes=4, fault=Cursed(), max_restarts=1, nproc_min=2)
+    assert values == [(*undisturbed[:3], 2, 0)] * 2
+    with pytest.raises(WorkerError, match="rank 2 was killed by SIGKILL"):
+        run_ranks(outcome, 3, lanes=4, fault=Cursed(), max_restarts=1)
+
+
+def failing(world, kind, times):
+    model = SmallNet()
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    for batch in Loader(images(), 50).batches(state, epochs=1):
+        if state.step == 2 and world.rank == 1 and world.restart < times:
+            raise kind("at step 2")
+        train_step(state, batch, cross_entropy())
+    return state.step, world.restart
+
+
+def test_an_error_in_the_code_is_tried_once_more_and_then_named_as_such():
+    assert run_ranks(failing, 2, OSError, 1, grace_s=1.0) == [(5, 1)] * 2
+    with pytest.raises(WorkerError, match="OSError: at step 2") as caught:
+        run_ranks(failing, 2, OSError, 9, grace_s=1.0, max_restarts=9)
+    assert "the same error at step 2 again, after a new start of all processes" in str(caught.value)
+    with pytest.raises(ConfigError, match="at step 2") as refused:
+        run_ranks(failing, 2, ConfigError, 9, grace_s=1.0)
+    assert "again" not in str(refused.value.__cause__)
+
+
+def test_a_main_without_a_state_is_not_run_twice_unless_asked_for(tmp_path):
+    def main(world, path):
+        with open(path, "a") as file:
+            file.write("x")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        launch(main, str(tmp_path / "a"), nproc=1, **CPU)
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        launch(main, str(tmp_path / "b"), nproc=1, max_restarts=2, **CPU)
+    assert (tmp_path / "a").read_text() == "x"
+    assert (tmp_path / "b").read_text() == "xxx"
+
+
+def alone(world):
+    state, _ = trained(world)
+    return digest(state), world.recovery.steps_lost
+
+
+def test_when_nobody_survives_the_steps_that_are_lost_are_counted():
+    ((expected, _),) = run_ranks(alone, 1)
+    assert run_ranks(alone, 1, fault=kill_at(0, 6)) == [(expected, 6)]
+
+
+def test_two_runs_at_once_do_not_touch_each_other(undisturbed):
+    handles = [
+        launch(outcome, nproc=2, lanes=4, fault=kill_at(rank, 3 + rank), join=False, **CPU) for rank in (0, 1)
+    ]
+    assert [handle.wait(120) for handle in handles] == [(*undisturbed[:3], 1, 0)] * 2
+
+
+TORCHRUN = """
+    import sys
+    sys.path.insert(0, {tests!r})
+    from evenstep.launcher import launch
+    from evenstep.testing import kill_at
+    from test_recovery import outcome
+
+    fault = kill_at(1, 4, point="in_reduce")
+    print(launch(outcome, lanes=4, device="cpu", threads=1, timeout_s=20.0, fault=fault))
+"""
+
+
+def test_under_torchrun(tmp_path, undisturbed):
+    torchrun = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "2"),
+        *("--nproc-per-node", "2", "--monitor-interval", "0.05"),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    text = TORCHRUN.format(tests=str(Path(__file__).parent))
+    done = run_script(text, path=tmp_path / "script.py", command=torchrun, env=environment, timeout=120)
+    assert [eval(line) for line in done.stdout.splitlines()] == [(*undisturbed[:3], 1, 0)] * 2, done.stderr
+    assert "went on from step 4 of rank 0's snapshot" in done.stderr
+
+
+def test_snapshots_are_whole_or_not_there_and_only_the_newest_stays(tmp_path):
+    state = {"model": {"w": torch.arange(3.0)}, "training": {"last": None}, "meta": {"seed": 1}, "step": 5}
+    places = [tmp_path / "shared", tmp_path / "run"]
+    assert snapshot.newest(places) is None
+    first = snapshot.save(places, [state, None], total=5, rank=1)
+    assert first == places[0] / "snapshot-000000000005.pt"
+    saved = snapshot.read(first)
+    assert (saved.total, saved.rank, saved.states[0].step, saved.states[1]) == (5, 1, 5, None)
+    assert torch.equal(saved.states[0].model["w"], state["model"]["w"])
+    before = first.stat().st_mtime_ns
+    assert snapshot.save(places, [state], total=5, rank=0) == first  # another survivor was first
+    assert first.stat().st_mtime_ns == before
+    second = snapshot.save(places, [state], total=6, rank=0)
+    assert snapshot.newest(places) == second
+    assert [path.name for path in places[0].glob("*.pt")] == [second.name]
+
+
+def test_a_snapshot_goes_to_the_run_directory_when_shared_memory_is_full(tmp_path, monkeypatch):
+    from loguru import logger
+
+    told = []
+    number = logger.add(told.append, format="{message}")
+    state = {"model": {"w": torch.zeros(1000)}, "training": {}, "meta": {}, "step": 1}
+    places = [tmp_path / "shared", tmp_path / "run"]
+    usage = snapshot.shutil.disk_usage
+    monkeypatch.setattr(
+        snapshot.shutil,
+        "disk_usage",
+        lambda path: usage(path)._replace(free=10 if "shared" in str(path) else 10**9),
+    )
+    try:
+        assert snapshot.save(places, [state], total=1, rank=0).parent == places[1]
+        monkeypatch.setattr(snapshot.shutil, "disk_usage", lambda path: usage(path)._replace(free=10))
+        assert snapshot.save(places, [state], total=2, rank=0) is None
+    finally:
+        logger.remove(number)
+    assert "cannot take it (it needs 4,000 bytes, and 10 are free)" in told[0]
+    assert "no snapshot of step 2 could be written" in told[1]
+
+
+def test_what_dead_launchers_left_is_removed_and_what_living_ones_have_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(sharedmem, "SHARED_MEMORY", tmp_path)
+    dead = tmp_path / "evenstep-dead"
+    dead.mkdir()
+    (dead / "owner").write_text("4194304999")  # above every process id
+    mine = sharedmem.Owned()
+    other = sharedmem.Owned()
+    assert not dead.exists()
+    assert mine.path.exists()
+    assert mine.path != other.path
+    mine.close()
+    other.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_heartbeats_are_seen_by_others_and_outlive_a_process(tmp_path):
+    pulse = Pulse(Heartbeats(tmp_path, 2), 1, 3, 0)
+    pulse.step, pulse.phase = 7, Phase.TRAINING
+    pulse.beat()
+    seen = Heartbeats(tmp_path, 2).read()
+    assert seen[0].pid == 0
+    assert (seen[1].rank, seen[1].pid, seen[1].step, seen[1].phase) == (3, os.getpid(), 7, Phase.TRAINING)
+    again = Pulse(Heartbeats(tmp_path, 2), 1, 3, 1)
+    assert isinstance(again.beats.read()[1], Beat)
+    assert (again.step, again.highest) == (0, 7)
+    again.go_back_to(5)
+    assert again.beats.read()[1].highest == 5
+
+
+def test_a_point_that_does_not_exist_is_an_error():
+    with pytest.raises(ConfigError, match="point is 'in_reduc'; Did you mean 'in_reduce'"):
+        kill_at(0, 1, point="in_reduc")
