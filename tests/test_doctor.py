@@ -14,10 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from evenstep import checks, code_checks, devices, doctor, options, rank_checks, world
-from evenstep.checks import Check, Driver
+from evenstep import devices, options, world
 from evenstep.devices import GpuProcess, GpuUse
-from evenstep.doctor import DoctorOptions
+from evenstep.doctor import code as code_checks
+from evenstep.doctor import examine as doctor
+from evenstep.doctor import machine as checks
+from evenstep.doctor import ranks as rank_checks
+from evenstep.doctor.examine import DoctorOptions
+from evenstep.doctor.machine import Check, Driver
 from evenstep.errors import ConfigError, MachineError
 from evenstep.testing import run_ranks
 

@@ -47,11 +47,11 @@ LAYERS = {
         *("records", "watch", "track"),
     ],
     "tools": [
-        *("recording", "frozen", "plain", "probes", "diagnosis", "fresh", "verify"),
-        *("checks", "code_checks", "rank_checks"),
-        *("bench", "doctor", "testing"),
+        *(m for m in MODULES if m.partition(".")[0] == "verify" and m != "verify.command"),
+        *(m for m in MODULES if m.partition(".")[0] == "doctor"),
+        *("bench", "testing"),
     ],
-    "face": ["rundir", "options", "inspection", "pages", "cli", "verify_command", "__main__", "__init__"],
+    "face": ["rundir", "options", "inspection", "pages", "cli", "verify.command", "__main__", "__init__"],
 }
 LEVEL = {module: level for level, modules in enumerate(LAYERS.values()) for module in modules}
 NO_TORCH = [
@@ -70,7 +70,7 @@ NO_TORCH = [
     "track",
     "pages",
     "inspection",
-    "verify_command",
+    "verify.command",
     "__init__",
 ]
 

@@ -16,11 +16,12 @@ import torch
 
 import defects
 from evenstep import cli
-from evenstep.diagnosis import Evidence, diagnose
 from evenstep.errors import ConfigError, WorkerError
-from evenstep.frozen import fixed_entropy, stopped_clock
-from evenstep.probes import Finding, held_generators, hidden_values
-from evenstep.recording import (
+from evenstep.verify.command import parse
+from evenstep.verify.diagnosis import Evidence, diagnose
+from evenstep.verify.frozen import fixed_entropy, stopped_clock
+from evenstep.verify.probes import Finding, held_generators, hidden_values
+from evenstep.verify.recording import (
     Difference,
     LaneRecord,
     Recording,
@@ -30,8 +31,7 @@ from evenstep.recording import (
     merged,
     ulps_between,
 )
-from evenstep.verify import Row, Verification, table
-from evenstep.verify_command import parse
+from evenstep.verify.runs import Row, Verification, table
 
 
 def verified(main, *, hash_seeds=(), steps=2, mode="exact", **values):

@@ -90,9 +90,9 @@ def _dispatch(words: list[str]) -> int:
 
         return inspection.run(rest)
     if word == "verify":
-        from evenstep import verify_command
+        from evenstep.verify import command
 
-        return verify_command.verify(rest)
+        return command.verify(rest)
     if word in ("report", "watch"):
         from evenstep import pages
 
@@ -194,9 +194,9 @@ def examine(argv: Sequence[str]) -> int:
     if asked.bandwidth:
         _begin()
 
-    from evenstep import doctor
+    from evenstep.doctor.examine import run
 
-    return doctor.run(asked)
+    return run(asked)
 
 
 def _begin() -> worlds.Placement | None:

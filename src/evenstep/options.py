@@ -31,7 +31,7 @@ from evenstep.errors import CheckpointError, ConfigError, did_you_mean
 from evenstep.rundir import RUNS, checkpoints, newest_run
 
 if TYPE_CHECKING:
-    from evenstep.doctor import DoctorOptions
+    from evenstep.doctor.examine import DoctorOptions
 
 # What --resume does not take from the run directory: these keys describe the moment (this machine, this
 # call), not the run. data_dir is not among them: it says which data the run was trained on.
@@ -182,7 +182,7 @@ def parse_eval(argv: Sequence[str]) -> EvalOptions:
 
 def parse_doctor(argv: Sequence[str]) -> DoctorOptions:
     """Return the options of ``evenstep doctor``; errors as :func:`parse`."""
-    from evenstep.doctor import DoctorOptions
+    from evenstep.doctor.examine import DoctorOptions
 
     if not wants_help(argv):
         scan_flags(argv, _keys(DoctorOptions), "evenstep doctor")

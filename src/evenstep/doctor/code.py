@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from evenstep.checks import Check, size
+from evenstep.doctor.machine import Check, size
 from evenstep.errors import EvenstepError
 
 # Copies of the weights that an optimizer keeps, by its name.

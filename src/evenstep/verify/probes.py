@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from evenstep.frozen import fixed_entropy, home_of, stopped_clock
-from evenstep.recording import Enough, Main, data_digest, tensor_digest, watched
 from evenstep.seeding import preserved_rng, seed_sample, seed_step
 from evenstep.step import to_device
+from evenstep.verify.frozen import fixed_entropy, home_of, stopped_clock
+from evenstep.verify.recording import Enough, Main, data_digest, tensor_digest, watched
 from evenstep.world import World
 
 REPEATS = 6

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from evenstep.probes import Finding
-from evenstep.recording import Difference
+from evenstep.verify.probes import Finding
+from evenstep.verify.recording import Difference
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from evenstep.diagnosis import Cause, Evidence, diagnose
 from evenstep.errors import ConfigError, WorkerError
-from evenstep.fresh import Call, run_fresh
 from evenstep.launcher import launch
-from evenstep.plain import varying_advice
-from evenstep.probes import Finding, first_unequal, probe_job
-from evenstep.recording import (
+from evenstep.verify.diagnosis import Cause, Evidence, diagnose
+from evenstep.verify.fresh import Call, run_fresh
+from evenstep.verify.plain import varying_advice
+from evenstep.verify.probes import Finding, first_unequal, probe_job
+from evenstep.verify.recording import (
     Difference,
     Keep,
     Main,

@@ -92,7 +92,7 @@ def record_job(
         keep: a tensor to keep.
         plain: whether a copy is trained with the plain PyTorch loop beside it (plain.PlainTwin).
     """
-    from evenstep.plain import PlainTwin
+    from evenstep.verify.plain import PlainTwin
 
     recorder = Recorder(steps, keep, PlainTwin() if plain else None)
     watched(world, recorder, main, args)

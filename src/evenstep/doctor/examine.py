@@ -1,7 +1,7 @@
 """``evenstep doctor``: before a long run, what would slow it down or end it, and the fix.
 
-Each check is a function of its own: of the machine (checks.py), of the user's code (code_checks.py), between
-processes (rank_checks.py). Here they get their arguments and their order, and become text.
+Each check is a function of its own: of the machine (machine.py), of the user's code (code.py), between
+processes (ranks.py). Here they get their arguments and their order, and become text.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from evenstep import checks, world
-from evenstep.checks import Check
+from evenstep import world
+from evenstep.doctor import machine
+from evenstep.doctor.machine import Check
 from evenstep.errors import ConfigError, EvenstepError
 from evenstep.world import World
 
@@ -115,54 +116,54 @@ def local_checks(options: DoctorOptions, nproc: int, num_gpus: int) -> list[Chec
         nproc: processes on this machine.
         num_gpus: GPUs that torch sees.
     """
-    first = checks.check_torch()
+    first = machine.check_torch()
     if first.status == "red":
         return [first]  # nothing else can be asked
     import torch
 
-    from evenstep import code_checks
+    from evenstep.doctor import code
 
     threads = options.threads or world.default_threads(options.lanes or nproc)
-    model, checkpoint_bytes = code_checks.check_model(options.model, options.optimizer)
+    model, checkpoint_bytes = code.check_model(options.model, options.optimizer)
     own: list[Check] = [model]
     sample_bytes = 0
     if options.data is not None:
-        data, sample_bytes = code_checks.check_data(options.data, options.data_dir, options.workers)
+        data, sample_bytes = code.check_data(options.data, options.data_dir, options.workers)
         own.append(data)
     if options.script is not None:
-        own += [code_checks.check_guard(options.script), code_checks.check_script(options.script)]
+        own += [code.check_guard(options.script), code.check_script(options.script)]
     # A snapshot of each process; and each worker keeps two batches ready.
     batches = options.workers * 2 * options.batch_size * (sample_bytes or SAMPLE_BYTES)
     place = world.placement()
     many_nodes = options.peer is not None or (place is not None and place.num_nodes > 1)
     return [
         first,
-        checks.check_backends(num_gpus),
-        *([checks.check_gpus(num_gpus)] if options.device != "cpu" else []),
-        *([checks.check_driver(torch.version.cuda, num_gpus)] if options.device != "cpu" else []),
-        checks.check_cores(nproc, threads),
-        checks.check_shared_memory(nproc * checkpoint_bytes + batches),
-        checks.check_disk(options.run_dir, checkpoint_bytes, options.keep),
+        machine.check_backends(num_gpus),
+        *([machine.check_gpus(num_gpus)] if options.device != "cpu" else []),
+        *([machine.check_driver(torch.version.cuda, num_gpus)] if options.device != "cpu" else []),
+        machine.check_cores(nproc, threads),
+        machine.check_shared_memory(nproc * checkpoint_bytes + batches),
+        machine.check_disk(options.run_dir, checkpoint_bytes, options.keep),
         # Under torchrun its port is taken: by itself.
-        *([checks.check_port(options.port)] if place is None else []),
-        checks.check_hostname(many_nodes),
-        *([checks.check_peer(options.peer)] if options.peer is not None else []),
-        checks.check_limits(nproc, threads, options.workers),
+        *([machine.check_port(options.port)] if place is None else []),
+        machine.check_hostname(many_nodes),
+        *([machine.check_peer(options.peer)] if options.peer is not None else []),
+        machine.check_limits(nproc, threads, options.workers),
         *own,
     ]
 
 
 def _on_a_rank(here: World, options: DoctorOptions | None) -> list[Check]:
     """Compare the ranks; with options (under torchrun) look at every machine first. Collective."""
-    from evenstep import rank_checks
+    from evenstep.doctor import ranks
 
     own: list[Check] = []
     if options is not None and here.local_rank == 0:
         own = local_checks(options, here.local_world_size, _num_gpus(options))
-    offsets = rank_checks.clock_offsets(here) if here.num_nodes > 1 else [0.0]
-    versions = rank_checks.gather(here, checks.versions())
-    links = rank_checks.measure_links(here) if options is None or options.bandwidth else []
-    others = rank_checks.gather(here, (here.node_rank, own))
+    offsets = ranks.clock_offsets(here) if here.num_nodes > 1 else [0.0]
+    versions = ranks.gather(here, machine.versions())
+    links = ranks.measure_links(here) if options is None or options.bandwidth else []
+    others = ranks.gather(here, (here.node_rank, own))
     # Of the other machines, what is not in order; rank 0's own checks are complete.
     foreign = [
         Check(f"node {node}: {check.name}", check.status, check.found, check.fix)
@@ -173,9 +174,9 @@ def _on_a_rank(here: World, options: DoctorOptions | None) -> list[Check]:
     return [
         *own,
         *foreign,
-        rank_checks.check_versions(versions),
-        rank_checks.check_clocks(offsets, here.num_nodes),
-        rank_checks.check_links(links),
+        ranks.check_versions(versions),
+        ranks.check_clocks(offsets, here.num_nodes),
+        ranks.check_links(links),
     ]
 
 
@@ -208,7 +209,7 @@ def text(found: Sequence[Check], *, color: bool) -> str:
     """Return the checks as aligned lines, each fix under its check, and a summary.
 
     Args:
-        found: the checks.
+        found: the machine.
         color: write the status in its colour.
     """
     wide = max(len(check.name) for check in found)
@@ -240,17 +241,17 @@ def bug_report(found: Sequence[Check]) -> str:
     import torch
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    quota = checks.cpu_quota()
+    quota = machine.cpu_quota()
     names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    driver = checks.query_driver()
+    driver = machine.query_driver()
     shm = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
     rows = {
-        "versions": ", ".join(f"{name} {version}" for name, version in checks.versions().items()),
+        "versions": ", ".join(f"{name} {version}" for name, version in machine.versions().items()),
         "torch": f"CUDA {torch.version.cuda}, {torch.backends.cpu.get_cpu_capability()}",
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cores": f"{world.num_cores()}, limit {'none' if quota is None else f'{quota:g}'}",
-        "memory": f"{checks.size(memory)}, /dev/shm "
-        + ("none" if shm is None else checks.size(shm.f_blocks * shm.f_frsize)),
+        "memory": f"{machine.size(memory)}, /dev/shm "
+        + ("none" if shm is None else machine.size(shm.f_blocks * shm.f_frsize)),
         "GPUs": ", ".join(names) or "none",
         "driver": "none" if driver is None else f"{driver.version}, CUDA {driver.cuda[0]}.{driver.cuda[1]}",
         "processes": f"start method {multiprocessing.get_all_start_methods()[0]}",

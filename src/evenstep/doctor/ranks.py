@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from evenstep.checks import Check
+from evenstep.doctor.machine import Check
 from evenstep.world import World
 
 LINK_BYTES = 4 * 2**20

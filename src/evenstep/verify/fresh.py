@@ -24,7 +24,7 @@ import cloudpickle
 from evenstep import program, world
 from evenstep.errors import WorkerError
 
-_PROGRAM = "import sys; from evenstep.fresh import child; child(sys.argv[1])"
+_PROGRAM = "import sys; from evenstep.verify.fresh import child; child(sys.argv[1])"
 _PR_SET_PDEATHSIG = 1
 
 

@@ -88,7 +88,7 @@ def verify(argv: Sequence[str]) -> int:
                 "takes the world, as for evenstep.launch: --main mymodule:main."
             )
 
-    from evenstep.verify import EXIT_CODE, Verification, table
+    from evenstep.verify.runs import EXIT_CODE, Verification, table
 
     report = Verification(
         main=main,
