@@ -88,6 +88,8 @@ def test_targets_are_taken_against_the_best_peer_of_each_measure(bench):
         ("whole_s", "handwritten_spawn"): (0.556, True),
         ("peak_pss_mb", "fabric"): (0.667, True),
     }
+    launch = next(t for t in summary.targets(rows, nproc=4) if t["measure"] == "launch_to_first_step_s")
+    assert (launch["wanted"], launch["met"]) == (0.45, False)
 
 
 def test_the_page_has_a_row_for_each_peer_and_names_failures(bench):

@@ -81,9 +81,14 @@ _TARGETS = (
     ("evenstep", "peak_pss_mb", "peer", 1.0),
 )
 
+_LAUNCH_OF_FOUR = 0.45
 
-def targets(rows):
-    """Return what the targets of evenstep came to; those whose rows were not run are left out."""
+
+def targets(rows, nproc=2):
+    """Return what the targets of evenstep came to; those whose rows were not run are left out.
+
+    With four processes and more, the start has to be quicker still beside those of others.
+    """
     found = []
     for name, key, against, wanted in _TARGETS:
         own = rows.get(name, {}).get(key)
@@ -94,6 +99,8 @@ def targets(rows):
             other = row and (against, row["median"])
         if own is None or other is None:
             continue
+        if key == "launch_to_first_step_s" and nproc >= 4:
+            wanted = _LAUNCH_OF_FOUR
         ratio = own["median"] / other[1]
         met = ratio >= wanted if MEASURES[key][2] else ratio <= wanted
         found.append(
