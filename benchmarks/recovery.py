@@ -1,0 +1,196 @@
+"""How long a run stands still when a process is killed: from kill -9 to the next committed step.
+
+One run of net on the digits for each number of processes; a random rank is killed every time some steps have
+been committed since the last kill. Beside it the same model under plain torchrun with a checkpoint every
+``--every`` steps, restarted by torchrun itself (with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which its
+workers do not find each other again in most restarts).
+
+    python benchmarks/recovery.py --kills 20
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+from evenstep.launcher import launch
+
+STEPS_BETWEEN = 8
+TIMEOUT_S = 30.0
+
+
+def train(world, steps):
+    """Train net on the digits; tell the parent of each committed step."""
+    import torch
+
+    from evenstep import Loader, TrainState, cross_entropy, train_step
+    from evenstep.data.sources import open_source
+    from evenstep.models import build
+
+    source = open_source("digits", data_dir="data", cache_dir=None)
+    model = build("net", num_classes=10)
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
+    for batch in Loader(source.train, 128, world=world).batches(state, steps=steps):
+        before = state.step
+        train_step(state, batch, cross_entropy())
+        if state.step > before:
+            world.send((state.step, os.getpid(), time.time()))
+    return state.step, world.restart, world.recovery.steps_lost
+
+
+class Killer:
+    """Kills a random rank whenever enough steps have been committed since the last kill."""
+
+    def __init__(self, nproc: int, kills: int) -> None:
+        self.left, self.nproc = kills, nproc
+        self.random = random.Random(nproc)
+        self.pids: dict[int, int] = {}
+        self.killed_at: float | None = None
+        self.next_at = STEPS_BETWEEN
+        self.times: list[float] = []
+
+    def __call__(self, rank: int, told: tuple[int, int, float]) -> None:
+        """Take the word of a committed step, and kill if it is time."""
+        step, pid, at = told
+        self.pids[rank] = pid
+        if self.killed_at is not None and at > self.killed_at and pid not in self.old:
+            self.times.append(at - self.killed_at)
+            self.killed_at = None
+            self.pids = {rank: pid}
+            self.next_at = step + STEPS_BETWEEN
+        elif self.killed_at is None and self.left and step >= self.next_at and len(self.pids) == self.nproc:
+            self.left -= 1
+            self.old = set(self.pids.values())
+            self.killed_at = time.time()
+            os.kill(self.pids[self.random.randrange(self.nproc)], signal.SIGKILL)
+
+
+def ours(nproc: int, kills: int) -> tuple[list[float], int]:
+    """Return the times from each kill to the next committed step, and the steps lost."""
+    killer = Killer(nproc, kills)
+    steps = (STEPS_BETWEEN + 3) * (kills + 2)
+    options = {"device": "cpu", "threads": 1, "lanes": 4, "max_restarts": kills + 5, "on_message": killer}
+    *_, restarts, lost = launch(train, steps, nproc=nproc, **options)
+    assert restarts >= kills, f"{restarts} restarts for {kills} kills"
+    return killer.times, lost
+
+
+TORCHRUN = """
+    import os, sys, time
+    import torch, torch.distributed as dist
+    from evenstep.data.sources import open_source
+    from evenstep.models import build
+
+    every, steps, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    source = open_source("digits", data_dir="data", cache_dir=None)
+    model = build("net", num_classes=10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    step = 0
+    if os.path.exists(path):
+        saved = torch.load(path)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        step = saved["step"]
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    images = torch.from_numpy(source.train.images[:128 // size].copy()).permute(0, 3, 1, 2).float() / 255
+    labels = torch.from_numpy(source.train.labels[:128 // size].copy())
+    while step < steps:
+        loss = torch.nn.functional.cross_entropy(ddp(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        step += 1
+        if step % every == 0 and rank == 0:
+            saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+            torch.save(saved, path + ".t")
+            os.replace(path + ".t", path)
+        print(f"step {rank} {step} {os.getpid()} {time.time()}", flush=True)
+    dist.destroy_process_group()
+"""
+
+
+def torchrun(nproc: int, kills: int, every: int) -> tuple[list[float], int]:
+    """Return the times from each kill to the next committed step that is new, and the steps done twice."""
+    killer = Killer(nproc, kills)
+    seen, twice = 0, 0
+    with tempfile.TemporaryDirectory() as directory:
+        script = Path(directory) / "script.py"
+        script.write_text(textwrap.dedent(TORCHRUN))
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--max-restarts={kills + 5}",
+        ]
+        command += [f"--nproc-per-node={nproc}", str(script), str(every)]
+        command += [str((STEPS_BETWEEN + every) * (kills + 2)), str(Path(directory) / "checkpoint.pt")]
+        environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+        ) as process:
+            guard = threading.Timer(TIMEOUT_S * (kills + 2), process.kill)
+            guard.start()
+            for line in process.stdout or ():
+                if not line.startswith("step "):
+                    continue
+                _, rank, step, pid, at = line.split()
+                if int(rank) == 0 and int(step) <= seen:
+                    twice += 1
+                seen = max(seen, int(step)) if int(rank) == 0 else seen
+                killer(int(rank), (int(step), int(pid), float(at)))
+            guard.cancel()
+    return killer.times, twice
+
+
+def row(name: str, times: list[float], lost: int) -> dict[str, object]:
+    """Return what is printed of one measurement."""
+    return {
+        "name": name,
+        "kills": len(times),
+        "first_s": round(times[0], 3),
+        "median_s": round(statistics.median(times), 3),
+        "max_s": round(max(times), 3),
+        "steps_lost": lost,
+    }
+
+
+def main() -> None:
+    """Measure, print one line a row and a JSON object at the end."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--nproc", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--every", type=int, default=10, help="steps between checkpoints under torchrun")
+    parser.add_argument("--torchrun-kills", type=int, default=5)
+    options = parser.parse_args()
+    rows = []
+    for nproc in options.nproc:
+        rows.append(row(f"evenstep, {nproc} processes", *ours(nproc, options.kills)))
+        print(rows[-1], flush=True)
+        if options.torchrun_kills:
+            measured = torchrun(nproc, options.torchrun_kills, options.every)
+            rows.append(row(f"torchrun, {nproc} processes, checkpoint every {options.every}", *measured))
+            print(rows[-1], flush=True)
+    import torch
+
+    about = {"torch": torch.__version__, "cores": os.cpu_count(), "machine": platform.machine()}
+    print(json.dumps({"rows": rows, **about, "argv": sys.argv[1:], "load": os.getloadavg()}))
+
+
+if __name__ == "__main__":
+    main()
