@@ -23,7 +23,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from evenstep.collectives import CommunicationThread, Exchange, reduce_nodes
+from evenstep.data.batch import Batch, LaneBatch
 from evenstep.errors import ConfigError
+from evenstep.seeding import seed_step
 from evenstep.staging import Staging
 from evenstep.tree import fold, merges_after_lane
 from evenstep.world import World
@@ -47,11 +49,18 @@ class Totals:
     stop: Tensor
 
 
+Forward = Callable[[LaneBatch, nn.Module], "tuple[Tensor, float]"]
+"""``forward(part, model)`` runs a lane's forward pass on what ``run`` says is the model, and returns the
+lane's mean loss times its share of the samples and 0; or its sum of losses and the weights' sum."""
+
+Watched = Callable[[LaneBatch], "contextlib.AbstractContextManager[None]"]
+"""``watched(part)``: what a lane's forward and backward pass run in."""
+
+
 class Lanes:
     """The lanes of this process for one model: forward and backward go through here, the step around it not.
 
-    One step: ``begin``; for every own lane ``turn`` with ``after_forward`` and ``backward`` in it, or
-    ``skip``; ``finish``; then ``commit``. Collective: every rank must do the same.
+    One step: ``begin``, ``run``, ``commit``. Collective: every rank must do the same.
     """
 
     def __init__(self, module: nn.Module, world: World, *, unused_parameters: str = "error") -> None:
@@ -93,7 +102,7 @@ class Lanes:
             self._thread = None
 
     @property
-    def loss_scale(self) -> int:
+    def _loss_scale(self) -> int:
         """What a lane's loss must be multiplied with: in fast mode, torch DDP divides by the world size."""
         return 1 if self._exact else self._world.world_size
 
@@ -127,8 +136,34 @@ class Lanes:
         self._reduced: dict[int, Tensor] = {}
         self._used = torch.zeros(len(self._params), dtype=torch.uint8, device=self._device)
 
+    def run(
+        self, batch: Batch, forward: Forward, *, scale: Callable[[Tensor], Tensor], watched: Watched
+    ) -> Totals:
+        """Run the forward and the backward pass of every own lane, and leave the sums in ``.grad``.
+
+        Args:
+            batch: this rank's part of the global batch.
+            forward: runs one lane's forward pass; called on a stand-in, too, whose loss does not count.
+            scale: applied to the loss before backward (torch's GradScaler).
+            watched: what each lane's passes run in.
+        """
+        world = self._world
+        for part in batch.lanes:
+            if part.size == 0 and part is not batch.lanes[-1]:
+                self._skip()
+                continue
+            seed_step(world.seed, batch.step, part.lane, self._device)
+            with watched(part), self._in_turn(part.size) as model:
+                loss, count = forward(part, model)
+                share = part.size / batch.size
+                self._after_forward(loss, count, share, stop=world.stop.is_set())
+                if world.fault is not None:
+                    world.fault("before_reduce", self._step)
+                self._backward(scale(loss * self._loss_scale))
+        return self._finish()
+
     @contextlib.contextmanager
-    def turn(self, size: int) -> Iterator[nn.Module]:
+    def _in_turn(self, size: int) -> Iterator[nn.Module]:
         """Run the forward and the backward pass of the next own lane inside this block.
 
         Args:
@@ -163,14 +198,14 @@ class Lanes:
         """
         return self._allow_unused and self._exact and self._world.world_size > 1 and not self._is_last
 
-    def skip(self) -> None:
+    def _skip(self) -> None:
         """Let the next own lane pass: it has no samples and is not the last."""
         self._push(self._totals, [self._lane_vector()])
         if self._exact or self._world.world_size == 1:
             self._push(self._gradients, [torch.zeros_like(p) for p in self._params])
         self._turn += 1
 
-    def after_forward(self, loss: Tensor, count: float, share: float, *, stop: bool) -> None:
+    def _after_forward(self, loss: Tensor, count: float, share: float, *, stop: bool) -> None:
         """Tell the lane's loss; on the last lane its exchange starts.
 
         Args:
@@ -191,7 +226,7 @@ class Lanes:
         if self._is_last:
             self._pending = self._exchange_totals([entry[0] for entry in self._totals])
 
-    def backward(self, loss: Tensor) -> None:
+    def _backward(self, loss: Tensor) -> None:
         """Compute the lane's gradient and take it away, unless it is the last lane's: that is DDP's."""
         gradients: Sequence[Tensor | None]
         if self._past_ddp:
@@ -215,7 +250,7 @@ class Lanes:
         for p in self._params:
             p.grad = None
 
-    def finish(self) -> Totals:
+    def _finish(self) -> Totals:
         """Wait for the sums and leave them in ``.grad``; the model's state is still the old one."""
         assert self._pending is not None, "finish before the last lane's forward pass"
         total = self._pending()

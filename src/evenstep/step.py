@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from evenstep import memory
-from evenstep.data.batch import Batch
+from evenstep.data.batch import Batch, LaneBatch
 from evenstep.errors import DivergedError, StoppedError
 from evenstep.lanes import Totals
-from evenstep.seeding import seed_step
 from evenstep.state import TrainState
 
 Loss = Callable[[nn.Module, Any], "Tensor | tuple[Tensor, Tensor | float]"]
@@ -55,7 +54,7 @@ def train_step(state: TrainState, batch: Batch, loss: Loss) -> StepResult:
         DivergedError: the loss is not finite. Raised on every rank, before the commit.
         StoppedError: a process was asked to stop. Raised on every rank, after the commit and a checkpoint.
     """
-    world, lanes = state.world, state.lanes
+    world = state.world
     own_losses: dict[int, Tensor] = {}
     done = state.replayed(batch)
     if done is not None:
@@ -65,22 +64,21 @@ def train_step(state: TrainState, batch: Batch, loss: Loss) -> StepResult:
     if world.fault is not None:
         world.fault("before_forward", state.step)
     state.begin()
-    for part in batch.lanes:
-        if part.size == 0 and part is not batch.lanes[-1]:
-            lanes.skip()
-            continue
-        share = part.size / batch.size
-        seed_step(world.seed, batch.step, part.lane, state.device)
-        with memory.watched(state, batch, part), lanes.turn(part.size) as model:
-            with state.autocast():
-                value = loss(model, to_device(part.data, state.device))
-                total, count = value if isinstance(value, tuple) else (value * share, 0.0)
-            own_losses[part.lane] = total.detach()
-            lanes.after_forward(total, float(count), share, stop=world.stop.is_set())
-            if world.fault is not None:
-                world.fault("before_reduce", state.step)
-            lanes.backward(state.scaler.scale(total * lanes.loss_scale))
-    totals = lanes.finish()
+
+    def forward(part: LaneBatch, model: nn.Module) -> tuple[Tensor, float]:
+        with state.autocast():
+            value = loss(model, to_device(part.data, state.device))
+            share = part.size / batch.size
+            total, count = value if isinstance(value, tuple) else (value * share, 0.0)
+        own_losses[part.lane] = total.detach()
+        return total, float(count)
+
+    totals = state.lanes.run(
+        batch,
+        forward,
+        scale=state.scaler.scale,
+        watched=lambda part: memory.watched(state, batch, part),
+    )
     if world.fault is not None:
         world.fault("after_reduce", state.step)
     mean = totals.loss / totals.count if totals.count else totals.loss
