@@ -1,3 +1,4 @@
+import json
 import os
 import signal
 import sys
@@ -6,9 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from evenstep import Loader, TrainState, cross_entropy, evaluate, sharedmem, snapshot, train_step
+from evenstep import (
+    Loader,
+    TrainState,
+    checkpoint,
+    cross_entropy,
+    evaluate,
+    sharedmem,
+    snapshot,
+    train_step,
+)
+from evenstep.config import from_flat
 from evenstep.errors import ConfigError, WorkerError
 from evenstep.heartbeat import Beat, Heartbeats, Phase, Pulse
+from evenstep.jobs import train_job
 from evenstep.launcher import launch
 from evenstep.metrics import classification
 from evenstep.testing import kill_at, run_ranks
@@ -175,6 +187,53 @@ def test_when_nobody_survives_the_steps_that_are_lost_are_counted():
     assert run_ranks(alone, 1, fault=kill_at(0, 6)) == [(expected, 6)]
 
 
+def test_a_checkpoint_of_an_earlier_run_in_the_directory_is_not_taken(tmp_path):
+    def main(world, steps, save):
+        model = SmallNet()
+        state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.05))
+        for batch in Loader(images(), 50).batches(state, steps=steps):
+            train_step(state, batch, cross_entropy())
+            if state.step == save:
+                state.save(wait=True)
+        return state.step, world.recovery.steps_lost
+
+    directory = str(tmp_path)
+    assert run_ranks(main, 1, 9, 9, run_dir=directory) == [(9, 0)]
+    assert run_ranks(main, 1, 6, None, run_dir=directory, fault=kill_at(0, 4)) == [(6, 4)]
+    own = str(tmp_path / "own")
+    assert run_ranks(main, 1, 6, 3, run_dir=own, fault=kill_at(0, 4)) == [(6, 1)]
+
+
+def metrics_of(run_dir):
+    """What metrics.jsonl says of training and evaluation, without times."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    kinds = [line for line in lines if line["kind"] in ("train", "eval")]
+    return [(m["kind"], m["step"], m["epoch"], m.get("loss"), m.get("accuracy")) for m in kinds]
+
+
+def test_a_kill_before_an_evaluation_is_not_seen_in_the_metrics(tmp_path):
+    """Rank 1 dies in the last commit of an epoch: rank 0 has committed, and nobody has evaluated."""
+    results = []
+    for name, fault in (("calm", None), ("killed", kill_at(1, 11, point="in_commit"))):
+        values = {
+            "data": "digits",
+            "epochs": 2,
+            "run_dir": str(tmp_path / name),
+            "log_every": 1,
+            "quiet": True,
+        }
+        config = from_flat(values)
+        options = {"run_dir": str(tmp_path / name), "nproc": 2, "lanes": 2, "fault": fault}
+        results.append(launch(train_job, config, **options, **CPU))
+    calm, killed = results
+    assert (killed["restarts"], killed["steps_lost"]) == (1, 0)
+    same = ("weights_sha256", "test_accuracy", "train_loss", "step")
+    assert [killed[key] for key in same] == [calm[key] for key in same]
+    assert metrics_of(tmp_path / "killed") == metrics_of(tmp_path / "calm")
+    saved = [[(i.step, i.score) for i in checkpoint.ls(tmp_path / name)] for name in ("calm", "killed")]
+    assert saved[0] == saved[1]
+
+
 def test_two_runs_at_once_do_not_touch_each_other(undisturbed):
     handles = [
         launch(outcome, nproc=2, lanes=4, fault=kill_at(rank, 3 + rank), join=False, **CPU) for rank in (0, 1)
@@ -185,7 +244,8 @@ def test_two_runs_at_once_do_not_touch_each_other(undisturbed):
 TORCHRUN = """
     import sys
     sys.path.insert(0, {tests!r})
-    from evenstep.launcher import launch
+    from evenstep.jobs import train_job
+from evenstep.launcher import launch
     from evenstep.testing import kill_at
     from test_recovery import outcome
 

@@ -89,6 +89,7 @@ class Recovery:
         self.rank = rank
         self.restart = restart
         self.pulse = Pulse(Heartbeats(directory, local_world_size), local_rank, rank, restart)
+        self._began = _first_start(directory)
         self.steps_lost = sum(int(entry["lost"]) for entry in _history(directory))
         self._lock = threading.Lock()
         self._is_torn = False
@@ -218,6 +219,8 @@ class Recovery:
         everybody = _gathered(mine, world)
         total, highest = (int(column.max()) for column in everybody.T)
         from_disk = None if world.run_dir is None else checkpoint.latest(world.run_dir)
+        if from_disk is not None and not world.resume and from_disk.stat().st_mtime < self._began:
+            from_disk = None  # of another run, in whose directory this one was begun without --resume
         if from_disk is not None and _step_of(from_disk) > total:
             self._checkpoint, restored, origin = from_disk, _step_of(from_disk), f"the checkpoint {from_disk}"
         elif total >= 0:
@@ -275,6 +278,14 @@ def read_cause(directory: Path, restart: int) -> Cause | None:
         return Cause(**json.loads((directory / f"cause-{restart}.json").read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return None
+
+
+def _first_start(directory: Path) -> float:
+    """Return when the first process of this launch began, as ``time.time()``."""
+    path = directory / "began"
+    with contextlib.suppress(FileExistsError), open(path, "x", encoding="utf-8"):
+        pass
+    return path.stat().st_mtime
 
 
 def _history(directory: Path) -> Sequence[dict[str, Any]]:
