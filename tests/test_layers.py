@@ -18,7 +18,7 @@ def name_of(path):
 MODULES = {name_of(path): path for path in sorted(SOURCE.rglob("*.py"))}
 
 LAYERS = {
-    "values": ["errors", "config", "world"],
+    "values": ["errors", "config", "world", "machines"],
     "ground": ["sharedmem", "heartbeat", "allocator", "seeding", "log", "guests", "devices"],
     "sums": ["tree", "collectives"],
     "parts": [
@@ -36,13 +36,14 @@ LAYERS = {
             "saving",
             "export",
             "snapshot",
+            "rescue",
             "recovery",
         ),
         *(module for module in MODULES if module.partition(".")[0] == "data"),
     ],
     "the step": ["state", "memory", "step", "evaluation", "drift", "predictions", "timing", "loop"],
     "the run": [
-        *("agent", "program", "stopping"),
+        *("agent", "rendezvous", "program", "stopping"),
         *("jobs", "launcher", "worker", "channel", "preload", "health", "failure", "reporter", "report"),
         *("records", "watch", "track"),
     ],
@@ -58,6 +59,7 @@ NO_TORCH = [
     "errors",
     "config",
     "world",
+    "machines",
     "objects",
     "rundir",
     "options",

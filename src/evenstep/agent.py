@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.machinery
+import logging
 import math
 import multiprocessing
 import multiprocessing.process
+import os
 import secrets
 import shutil
 import signal
 import sys
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,13 +37,17 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from evenstep import devices, errors, failure, log, sharedmem, worker, world
+from evenstep import devices, errors, failure, log, machines, rendezvous, sharedmem, worker, world
 from evenstep.channel import Peer, Server
-from evenstep.errors import EvenstepError, StoppedError, WorkerError
+from evenstep.errors import EvenstepError, MachineError, StoppedError, WorkerError
 from evenstep.heartbeat import Heartbeats
+from evenstep.machines import Machines
 from evenstep.recovery import Cause, write_cause
+from evenstep.rescue import save_as_checkpoint
 
 MONITOR_INTERVAL_S = 0.02
+_MANY = 1_000_000  # on several machines the restarts are counted for all of them together, by us
+_LEAVE_S = 15.0
 _BACKEND = "evenstep-one-machine"
 _MAX_PARENT = 70  # a socket's path may have 107 characters on Linux, 103 elsewhere
 _SPEC_LOCK = threading.Lock()
@@ -71,6 +78,8 @@ class Plan:
         nproc_min: with how few workers the run may go on if they keep dying; None for no fewer.
         all_values: return every rank's value.
         start_method: of the processes: ``forkserver``, or ``spawn`` where there is none.
+        machines: where several machines meet; None for this machine alone.
+        asked: what was asked for and not chosen by default: ``lanes`` and ``threads`` may be among it.
     """
 
     setting: worker.Setting
@@ -82,6 +91,8 @@ class Plan:
     nproc_min: int | None
     all_values: bool
     start_method: str
+    machines: Machines | None = None
+    asked: frozenset[str] = frozenset()
 
 
 class Run:
@@ -110,6 +121,8 @@ class Run:
         self.directory = private_directory()
         self.shared = sharedmem.Owned(plan.setting.run_dir)
         self._beats = Heartbeats(self.shared.path, plan.nproc)
+        self._meeting: rendezvous.Meeting | None = None
+        self._lost: Cause | None = None
         try:
             Path(self.directory, "program.pkl").write_bytes(plan.payload)
             self.server = Server(
@@ -123,7 +136,11 @@ class Run:
     def run(self) -> Any:
         """Start the workers, wait for their end, and return the value or raise what went wrong."""
         try:
-            with log.launcher(self._plan.setting.run_dir) as logger, self._signals_handled():
+            with (
+                log.launcher(self._plan.setting.run_dir) as logger,
+                self._signals_handled(),
+                self._watchdog(logger),
+            ):
                 try:
                     while True:
                         try:
@@ -132,8 +149,12 @@ class Run:
                             logger.warning("%s", fewer)
                 except EvenstepError as error:
                     logger.error("%s", error)
+                    if self._meeting is not None:
+                        self._meeting.tell_failure(error)
                     raise
         finally:
+            if self._meeting is not None:
+                self._meeting.shutdown()
             self._unhide_main()
             self.server.close()
             self.shared.close()
@@ -157,18 +178,84 @@ class Run:
         restart = self._restarts_before
         for environment in environments:
             restart = self._restarts_before + int(environment["TORCHELASTIC_RESTART_COUNT"])
+            if self._meeting is not None:
+                restart = self._meeting.start
+                environment["MASTER_ADDR"] = self._meeting.address
             environment["TORCHELASTIC_RESTART_COUNT"] = str(restart)
         if restart > self._restarts_before:
-            if not self._may_restart():
+            if self._meeting is None and not self._may_restart():
+                raise _NoRestartError
+            if self._meeting is not None and self._meeting.restarts > self._max_restarts:
                 raise _NoRestartError
             self._leave_word(restart)
         elif self._stopped:
             raise _NoRestartError
         self._restart = restart
+        self._lost = None
         Path(self.directory, f"start-{restart}").mkdir()
+        if self._meeting is not None and self._meeting.agreed is not None:
+            worker.write_agreed(self.directory, restart, vars(self._meeting.agreed))
         self.server.begin(restart)
         with self._lock:
             self._hidden.enter_context(main_hidden())
+
+    def _meet(self) -> None:
+        """Reach the other machines, if there are to be several."""
+        if self._plan.machines is None or self._meeting is not None:
+            return
+        setting, asked = self._plan.setting, self._plan.asked
+
+        def offer(address: str, is_host: bool) -> rendezvous.Offer:
+            return rendezvous.Offer(
+                address=address,
+                agent=os.getpid(),
+                nproc=self._nproc,
+                is_host=is_host,
+                lanes=setting.lanes if "lanes" in asked else None,
+                threads=setting.threads,
+                threads_asked="threads" in asked,
+                run={"mode": setting.mode, "seed": str(setting.seed), "backend": setting.backend},
+            )
+
+        self._meeting = rendezvous.meet(
+            self._plan.machines,
+            offer,
+            timeout_s=setting.timeout_s,
+            calls=rendezvous.Calls(
+                before=self._before_meeting, may_admit=self._has_states, on_lost=self._machine_lost
+            ),
+            interrupted=lambda: self._signal is not None or self._stopped,
+        )
+
+    def _before_meeting(self) -> None:
+        """Called by the agent's rendezvous before each but the first; the workers have ended."""
+        if not self._may_restart():
+            raise _NoRestartError
+
+    def _machine_lost(self, text: str, wait: bool) -> None:
+        """Have the workers save and leave: a machine is gone, or one has come."""
+        self._lost = self._lost or Cause(text, time.time())
+        logging.getLogger("evenstep.launcher").warning("%s", text)
+        self.server.let_go()
+        end = time.monotonic() + _LEAVE_S
+        while wait and time.monotonic() < end and any(p.ended is None for p in self.server.peers.values()):
+            time.sleep(MONITOR_INTERVAL_S)
+
+    def _saved_after(self, lost: rendezvous.HostLostError) -> BaseException:
+        """Return what ends this process when the machines cannot go on together."""
+        run_dir = self._plan.setting.run_dir
+        if run_dir is None:
+            return MachineError(f"{lost}. Nothing is saved: the run has no run_dir (--run-dir DIR).")
+        saved = save_as_checkpoint([self.shared.path, sharedmem.fallback(self.shared.path, run_dir)], run_dir)
+        if saved is None and self._signal is not None:
+            return self._signalled(self._signal, ())
+        if saved is None:
+            return MachineError(f"{lost}, before there was a step to save. Start the run again.")
+        step, path = saved
+        return StoppedError(
+            f"{lost}. Step {step} is saved in {path}. To go on from there, start the run again with --resume "
+            f"--run-dir {run_dir} on the machines that are left."
+        )
 
     def _on_connected(self) -> None:
         self._unhide_main()
@@ -180,6 +267,10 @@ class Run:
             self._hidden.close()
 
     def _run_agent(self) -> Any:
+        try:
+            self._meet()
+        except rendezvous.HostLostError as lost:
+            raise self._saved_after(lost) from None
         job = worker.Job(
             setting=self._plan.setting,
             directory=self.directory,
@@ -187,13 +278,17 @@ class Run:
             key=self._key,
             environment=self._environment(),
             all_values=self._plan.all_values,
+            machines=self._plan.machines,
         )
         exits: dict[int, int] = {}
         rendezvous_handler_registry.register(_BACKEND, _OneMachine)
+        rendezvous_handler_registry.register(rendezvous.BACKEND, rendezvous.create)
         try:
             with world.variables({"TORCHELASTIC_SIGNALS_TO_HANDLE": ""}):  # the agent sets it
                 elastic_launch(self._config(), worker.entry)(job)
             return self._value()
+        except rendezvous.HostLostError as lost:
+            raise self._saved_after(lost) from None
         except ChildFailedError as error:
             exits = {rank: child.exitcode for rank, child in error.failures.items()}
         except _NoRestartError:
@@ -207,6 +302,10 @@ class Run:
         failed = self._error(exits)
         raise failed from failed.__cause__
 
+    @property
+    def _max_restarts(self) -> int:
+        return MAX_RESTARTS if self._plan.max_restarts is None else self._plan.max_restarts
+
     def _config(self) -> LaunchConfig:
         return LaunchConfig(
             min_nodes=1,
@@ -214,8 +313,9 @@ class Run:
             nproc_per_node=self._nproc,
             run_id=uuid.uuid4().hex,
             role="evenstep",
-            rdzv_backend=_BACKEND,
-            max_restarts=MAX_RESTARTS if self._plan.max_restarts is None else self._plan.max_restarts,
+            rdzv_backend=_BACKEND if self._meeting is None else rendezvous.BACKEND,
+            rdzv_configs={} if self._meeting is None else {"meeting": self._meeting},
+            max_restarts=self._max_restarts if self._meeting is None else _MANY,
             monitor_interval=MONITOR_INTERVAL_S,
             start_method=self._plan.start_method,
             local_addr="127.0.0.1",
@@ -230,14 +330,16 @@ class Run:
             **world.environment(),
             **devices.variables(setting.devices, self._nproc),
             "OMP_NUM_THREADS": str(setting.threads),
-            "GLOO_SOCKET_IFNAME": "lo",
+            **({"GLOO_SOCKET_IFNAME": "lo"} if self._meeting is None else {}),
+            **({} if self._meeting is None else machines.gloo_interface(self._meeting.address)),
         }
 
     def _value(self) -> Any:
         values = self.server.values
         if not self._plan.all_values:
             return cloudpickle.loads(values[0]) if 0 in values else None
-        return [cloudpickle.loads(values[rank]) if rank in values else None for rank in range(self._nproc)]
+        ranks = range(self._nproc) if self._meeting is None else sorted(values)
+        return [cloudpickle.loads(values[rank]) if rank in values else None for rank in ranks]
 
     def _records(self) -> list[failure.Record]:
         return failure.read_records(Path(self.directory, f"start-{self._restart}"))
@@ -290,6 +392,12 @@ class Run:
     def _leave_word(self, restart: int) -> None:
         """Tell the workers of the next start why there is one."""
         first = self._first({})
+        if self._meeting is not None and self._meeting.change:
+            times = [self._lost.time] if self._lost is not None else []
+            times += [first.time] if first is not None else []
+            cause = Cause(self._meeting.change, min(times, default=time.time()))
+            write_cause(self.shared.path, restart, cause)
+            return
         if first is None:
             return
         peer = self.server.peers.get(first.rank)

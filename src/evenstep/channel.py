@@ -142,6 +142,13 @@ class Server:
                 self._stopping = True
                 self.signal_all(signal.SIGKILL)
 
+    def let_go(self) -> None:
+        """Have all workers save and leave, as after a death of one of them: another machine has died."""
+        with self._lock:
+            for peer in self._peers.values():
+                self._put(peer, cloudpickle.dumps(("death", -1)))
+            self._start_reaper()
+
     def kill(self) -> None:
         """End all workers at once, those that still start, too."""
         with self._lock:

@@ -18,7 +18,7 @@ from evenstep import options
 from evenstep import world as worlds
 from evenstep.config import TrainConfig, from_flat, to_flat, write_toml
 from evenstep.errors import ConfigError, EvenstepError, MemoryExhaustedError, did_you_mean
-from evenstep.rundir import open_run_dir
+from evenstep.rundir import open_run_dir, rank_0_is_here
 
 HELP = """\
 usage: evenstep COMMAND [FLAGS]
@@ -125,24 +125,28 @@ def train(argv: Sequence[str]) -> int:
 
     from evenstep.records import save_config, save_sources
 
-    run_dir, speaks = Path(str(config.run.run_dir)), place is None or place.rank == 0
+    run_dir, speaks = Path(str(config.run.run_dir)), rank_0_is_here(config)
     if speaks and not config.run.resume:
         save_config(config, run_dir)
         save_sources(asked.sources, run_dir)
-    result = _trained(config)
+    result: Mapping[str, Any] | None = _trained(config)
     if speaks and config.run.resume:  # not before: a resume that is refused leaves the run as it was
         save_sources(asked.sources, run_dir)
     return _result(config, result)
 
 
-def _trained(config: TrainConfig) -> Mapping[str, Any]:
-    """Train; with ``--lanes-on-oom`` again with twice the lanes, as often as memory runs out."""
+def _trained(config: TrainConfig) -> Mapping[str, Any] | None:
+    """Train; with ``--lanes-on-oom`` again with twice the lanes, as often as memory runs out.
+
+    Returns:
+        Rank 0's result; None on a machine where rank 0 is not.
+    """
     from evenstep.jobs import train_job
     from evenstep.launcher import launch
 
     while True:
         try:
-            result: Mapping[str, Any] = launch(train_job, config, **_launch_options(config))
+            result: Mapping[str, Any] | None = launch(train_job, config, **_launch_options(config))
             return result
         except MemoryExhaustedError as error:
             from evenstep.memory import retried
@@ -246,6 +250,9 @@ def _launch_options(config: TrainConfig) -> dict[str, Any]:
     process, run, output = config.process, config.run, config.output
     return {
         "nproc": process.nproc,
+        "nnodes": process.nnodes,
+        "rdzv_endpoint": process.rdzv_endpoint,
+        "rdzv_id": process.rdzv_id,
         "lanes": process.lanes,
         "device": process.device,
         "gpus": process.gpus,
@@ -273,11 +280,10 @@ def _tell(config: TrainConfig, notes: Sequence[str]) -> None:
             sys.stderr.write(note + "\n")
 
 
-def _result(config: TrainConfig, result: Mapping[str, Any]) -> int:
+def _result(config: TrainConfig, result: Mapping[str, Any] | None) -> int:
     from evenstep.reporter import final_line
 
-    place = worlds.placement()
-    if place is not None and place.rank != 0:
+    if not rank_0_is_here(config) or result is None:
         return 0
     return _say(json.dumps(result) if config.output.json else final_line(result))
 

@@ -61,6 +61,12 @@ class ProcessConfig:
     lanes: int | None = None
     """Logical workers. Default: the number of processes at the first start. More lanes than processes is
     gradient accumulation, and what lets the run continue with the same bits on more processes."""
+    nnodes: int | str = 1
+    """Machines: a number, or MIN:MAX. Run the same command on each of them."""
+    rdzv_endpoint: str | None = None
+    """HOST:PORT of the machine where several machines meet; rank 0 runs there."""
+    rdzv_id: str | None = None
+    """Name under which the machines meet, if several runs share an endpoint."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda if there is a GPU, else cpu."""
     gpus: str | None = None

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import cloudpickle
 
-from evenstep import program, world
+from evenstep import machines, program, world
 from evenstep.errors import ConfigError, MachineError, did_you_mean
 
 if TYPE_CHECKING:
@@ -67,6 +67,12 @@ class LaunchOptions:
     without one is not run twice unless a number is given here."""
     nproc_min: int | None = None
     """Go on with fewer processes, down to this, when the restarts are used up. Default: no fewer."""
+    nnodes: int | str = 1
+    """Machines: a number, or MIN:MAX. Call launch on each of them, with the same main and options."""
+    rdzv_endpoint: str | None = None
+    """HOST:PORT of the machine where several machines meet; rank 0 runs there."""
+    rdzv_id: str | None = None
+    """Name under which the machines meet, if several runs share an endpoint."""
     on_message: Callable[[int, Any], None] | None = None
     """Called as on_message(rank, obj) in this process for each world.send(obj)."""
     join: bool = True
@@ -126,7 +132,8 @@ def launch(main: Callable[..., Any], *args: Any, **options: Any) -> Any:
         options: the fields of :class:`LaunchOptions`, such as ``nproc=4``.
 
     Returns:
-        Rank 0's value; with ``join=False`` a :class:`Handle`, at once.
+        Rank 0's value, and None on the machines where rank 0 is not; with ``join=False`` a :class:`Handle`,
+        at once.
 
     Raises:
         ConfigError: an option does not exist or cannot be, or main or an argument cannot be pickled.
@@ -150,10 +157,19 @@ def launch(main: Callable[..., Any], *args: Any, **options: Any) -> Any:
                 "started by torchrun. Leave out join=False, or start the script with python."
             )
         return worker.run_here(main, args, _setting(opts, started)[0])
-    _check_master_port()
+    where = machines.machines_of(opts.nnodes, opts.rdzv_endpoint, opts.rdzv_id)
+    if where is not None and opts.nproc_min is not None:
+        raise ConfigError(
+            "nproc_min is for one machine: on several, a machine that cannot keep its processes alive ends, "
+            "and the others go on. Leave out --nproc-min, and give --nnodes MIN:MAX."
+        )
+    if where is None:
+        _check_master_port()
     warm_up(opts.threads)
     payload = program.dumps(main, args)
-    from evenstep import agent
+    # torch reads this when it is imported; its sockets would complain of machines without a name.
+    with world.variables({"TORCH_CPP_LOG_LEVEL": "ERROR"} if where is not None else {}):
+        from evenstep import agent
 
     setting, nproc = _setting(opts, started)
     plan = agent.Plan(
@@ -166,6 +182,8 @@ def launch(main: Callable[..., Any], *args: Any, **options: Any) -> Any:
         nproc_min=opts.nproc_min,
         all_values=opts.all_values,
         start_method=_start_method(),
+        machines=where,
+        asked=frozenset(name for name in ("lanes", "threads") if getattr(_kept(opts), name) is not None),
     )
     run = agent.Run(plan, opts.on_message)
     return run.run() if opts.join else Handle(run)
@@ -281,8 +299,10 @@ def _setting(opts: LaunchOptions, started: float) -> tuple[Setting, int]:
             f"nproc {nproc} is above the number of GPUs, {len(chosen.gpus)}: nccl wants a GPU for each "
             f"process. Use {fewer}--backend gloo."
         )
+    # On several machines lanes and threads are settled when they meet; this is the offer.
+    is_exact = opts.mode == "exact" and opts.rdzv_endpoint is None
     threads = opts.threads or (
-        world.default_threads(lanes) if opts.mode == "exact" else max(1, world.num_cores() // nproc)
+        world.default_threads(lanes) if is_exact else max(1, world.num_cores() // nproc)
     )
     setting = worker.Setting(
         lanes=lanes,

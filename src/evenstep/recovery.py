@@ -29,7 +29,8 @@ from loguru import logger
 
 from evenstep import checkpoint, sharedmem, snapshot
 from evenstep.checkpoint import Checkpoint
-from evenstep.heartbeat import Heartbeats, Phase, Pulse
+from evenstep.errors import CheckpointError
+from evenstep.heartbeat import Activity, Heartbeats, Phase, Pulse
 from evenstep.world import World
 
 _LOCK_PATIENCE_S = 10.0
@@ -117,11 +118,13 @@ class Recovery:
         pulse, before = self.pulse, self.pulse.phase
         pulse.phase = phase
         pulse.beat()
+        pulse.now(Activity.SAVE if phase == Phase.SAVING else Activity.EVALUATE)
         try:
             yield
         finally:
             pulse.phase = before
             pulse.beat()
+            pulse.now(Activity.USER)
 
     @property
     def has_states(self) -> bool:
@@ -215,13 +218,16 @@ class Recovery:
             world.fault("in_recovery", 0)
         path = snapshot.newest(self.directories)
         highest = max(beat.highest for beat in self.pulse.beats.read())
-        mine = torch.tensor([-1 if path is None else snapshot.total_of(path), highest])
-        everybody = _gathered(mine, world)
-        total, highest = (int(column.max()) for column in everybody.T)
         from_disk = None if world.run_dir is None else checkpoint.latest(world.run_dir)
         if from_disk is not None and not world.resume and from_disk.stat().st_mtime < self._began:
             from_disk = None  # of another run, in whose directory this one was begun without --resume
-        if from_disk is not None and _step_of(from_disk) > total:
+        on_disk = -1 if from_disk is None else _step_of(from_disk)
+        mine = torch.tensor([-1 if path is None else snapshot.total_of(path), highest, on_disk])
+        everybody = _gathered(mine, world)
+        total, highest, newest = (int(column.max()) for column in everybody.T)
+        if newest > total:
+            _check_all_have(newest, everybody[:, 2].tolist(), world.run_dir)
+        if from_disk is not None and newest > total:
             self._checkpoint, restored, origin = from_disk, _step_of(from_disk), f"the checkpoint {from_disk}"
         elif total >= 0:
             holders = [rank for rank, row in enumerate(everybody.tolist()) if row[0] == total]
@@ -298,6 +304,17 @@ def _history(directory: Path) -> Sequence[dict[str, Any]]:
 
 def _step_of(path: Path) -> int:
     return int(path.name.partition("-")[2].partition(".")[0])
+
+
+def _check_all_have(step: int, steps: list[int], run_dir: str | None) -> None:
+    """Raise CheckpointError if the newest checkpoint is not on all machines."""
+    lacking = [rank for rank, its in enumerate(steps) if its != step]
+    if lacking:
+        raise CheckpointError(
+            f"the processes died with all snapshots, and the newest checkpoint, of step {step}, is not in "
+            f"the run directory {run_dir} of rank {lacking[0]}'s machine: it is not shared. Copy it "
+            f"to all machines and start again with --resume --run-dir {run_dir}."
+        )
 
 
 def _gathered(mine: torch.Tensor, world: World) -> torch.Tensor:

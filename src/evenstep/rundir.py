@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from evenstep import machines
 from evenstep import world as worlds
 from evenstep.config import TrainConfig, from_flat
 from evenstep.errors import CheckpointError, ConfigError, MachineError
@@ -58,6 +59,13 @@ def open_run_dir(
     run = config.run
     place = worlds.placement()
     restarted = place is not None and place.restart > 0
+    process = config.process
+    where = machines.machines_of(process.nnodes, process.rdzv_endpoint, process.rdzv_id)
+    if where is not None and place is None and run.run_dir is None:
+        raise ConfigError(
+            f"nnodes is {process.nnodes}, and no run_dir is given: each machine would choose a run directory "
+            "of its own. Give the same --run-dir DIR to all of them, best on a file system that they share."
+        )
     if run.run_dir is None:
         stem = f"{now or datetime.datetime.now():%Y%m%d-%H%M%S}-{_model_name(config.model.model)}"
         make = _UniqueDir(runs, stem)
@@ -66,7 +74,8 @@ def open_run_dir(
         run_dir = Path(run.run_dir)
     found = checkpoints(run_dir)
     resume = run.resume
-    if found and not resume:
+    # A machine that comes later finds the run's directory in use.
+    if found and not resume and rank_0_is_here(config):
         if not restarted:
             raise ConfigError(
                 f"run directory {run_dir} already has a checkpoint of step {_step_of(found[-1]):,}; a new "
@@ -75,6 +84,15 @@ def open_run_dir(
         resume = True  # the launcher started us again after a failure
     _make_writable(run_dir)
     return from_flat({"run_dir": str(run_dir), "resume": resume}, config)
+
+
+def rank_0_is_here(config: TrainConfig) -> bool:
+    """Return whether this process, or its machine, is the one that writes the run's files and speaks."""
+    place, endpoint = worlds.placement(), config.process.rdzv_endpoint
+    if place is not None or endpoint is None:
+        return place is None or place.rank == 0
+    where = machines.machines_of(config.process.nnodes, endpoint)
+    return where is None or machines.is_here(where.host)
 
 
 @dataclass(frozen=True)

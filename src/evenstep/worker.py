@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import datetime
 import functools
+import json
 import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,16 +21,18 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 from loguru import logger
-from torch._C._distributed_c10d import FileStore, PrefixStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from evenstep import allocator, devices, failure, log, memory, seeding, sharedmem, stopping, world
 from evenstep.channel import Line
 from evenstep.errors import ConfigError, EvenstepError, MachineError
+from evenstep.machines import Machines
 from evenstep.recovery import Recovery
 from evenstep.world import World
 
 _PR_SET_PDEATHSIG = 1
+_AGREED = "agreed.json"
 # What torch's agent sets for each worker; all else comes from the launching process's environment.
 _AGENT_VARIABLES = (
     "RANK",
@@ -78,6 +82,7 @@ class Job:
         key: the secret of the channel.
         environment: the environment variables of the launching process.
         all_values: whether each rank's value goes back, and not rank 0's alone.
+        machines: where the machines of the run meet; None for one machine, whose workers meet in a file.
     """
 
     setting: Setting
@@ -86,6 +91,7 @@ class Job:
     key: bytes
     environment: dict[str, str]
     all_values: bool
+    machines: Machines | None = None
 
 
 def entry(job: Job) -> None:
@@ -104,9 +110,12 @@ def entry(job: Job) -> None:
     place = world.placement()
     assert place is not None
     line = Line(job.directory, job.key, place.rank, place.restart)
-    store = functools.partial(
+    store: Callable[[], Any] = functools.partial(
         FileStore, os.path.join(job.directory, f"store-{place.restart}"), place.world_size
     )
+    if job.machines is not None:
+        job = _agreed(job, place.restart)
+        store = functools.partial(_shared_store, job, place.restart)
     code = 0
     value: bytes | None = None
     try:
@@ -132,6 +141,27 @@ def entry(job: Job) -> None:
     sys.stderr.flush()
     if code != 0:
         raise SystemExit(code)
+
+
+def write_agreed(directory: str, restart: int, values: Mapping[str, Any]) -> None:
+    """Leave word for the workers of a start what several machines have settled: fields of the Setting."""
+    (Path(directory) / f"start-{restart}" / _AGREED).write_text(json.dumps(dict(values)), encoding="utf-8")
+
+
+def _agreed(job: Job, restart: int) -> Job:
+    """Return the job with what the machines have settled."""
+    path = Path(job.directory) / f"start-{restart}" / _AGREED
+    setting = dataclasses.replace(job.setting, **json.loads(path.read_text(encoding="utf-8")))
+    return dataclasses.replace(job, setting=setting)
+
+
+def _shared_store(job: Job, restart: int) -> Any:
+    """Return the store of the machines' meeting, under a name that no other start uses."""
+    where = job.machines
+    assert where is not None
+    timeout = datetime.timedelta(seconds=job.setting.timeout_s)
+    shared = TCPStore(where.host, where.port, is_master=False, timeout=timeout)
+    return PrefixStore(f"evenstep/{where.run_id}/workers/{restart}", shared)
 
 
 def run_here(main: Callable[..., Any], args: tuple[Any, ...], setting: Setting) -> Any:
