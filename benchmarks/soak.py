@@ -112,7 +112,8 @@ def disturbed(seed: int, expected: str) -> dict[str, Any]:
     """Do one run and return what became of it."""
     dice = random.Random(seed)
     nproc = dice.choice((2, 3, 4))
-    scripted_kills, random_kills = dice.choice(((6, 0), (0, 5), (3, 2)))
+    # Not both in one run: together they may kill everybody at once, and then steps are lost, as they must be.
+    scripted_kills, random_kills = dice.choice(((6, 0), (0, 5)))
     faults, killer = scripted(dice, nproc, scripted_kills), RandomKiller(dice, nproc, random_kills)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
