@@ -215,7 +215,7 @@ def test_report_has_at_most_12_lines():
     ],
 )
 def test_ranks_in_words(ranks, text):
-    assert failure._ranks(ranks) == text
+    assert failure.ranks_in_words(ranks) == text
 
 
 def test_the_memory_counter_is_read_from_the_control_group(tmp_path, monkeypatch):
@@ -234,7 +234,7 @@ def test_frames_of_standard_input_have_no_source_line():
         exec(compile("def f():\n    1 / 0\nf()", "<stdin>", "exec"), {})
     frame = failure.record(error.value, 0).frames[-1]
     assert (frame.file, frame.line, frame.function, frame.source) == ("<stdin>", 2, "f", "")
-    assert failure._line(frame) == "  <stdin>:2 in f"
+    assert failure.line_of(frame) == "  <stdin>:2 in f"
 
 
 def test_own_frames_are_hidden():

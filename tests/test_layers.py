@@ -23,6 +23,7 @@ LAYERS = {
     "sums": ["tree", "collectives"],
     "parts": [
         *(
+            "agreement",
             "lanes",
             "staging",
             "objects",

@@ -25,6 +25,7 @@ from evenstep.errors import EvenstepError
 from evenstep.world import World
 
 if TYPE_CHECKING:
+    from evenstep.agreement import on_first
     from evenstep.data.augment import Augment
     from evenstep.data.batch import Batch
     from evenstep.data.cache import ImageArrays
@@ -54,6 +55,7 @@ __all__ = [
     "fit",
     "launch",
     "make_schedule",
+    "on_first",
     "train_step",
     "weights_sha256",
 ]
@@ -73,6 +75,7 @@ _HOME = {
     "fit": "loop",
     "launch": "launcher",
     "make_schedule": "optim",
+    "on_first": "agreement",
     "train_step": "step",
     "weights_sha256": "metrics",
 }

@@ -37,7 +37,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from evenstep import devices, errors, failure, log, machines, rendezvous, sharedmem, worker, world
+from evenstep import devices, errors, failure, health, log, machines, rendezvous, sharedmem, worker, world
 from evenstep.channel import Peer, Server
 from evenstep.errors import EvenstepError, MachineError, StoppedError, WorkerError
 from evenstep.heartbeat import Heartbeats
@@ -108,6 +108,8 @@ class Run:
         self._stopped = False
         self._signal: signal.Signals | None = None
         self._is_killed = False
+        self._hang: health.Hang | None = None
+        self._told: tuple[int, health.Hang] | None = None
         self._nproc = plan.nproc
         self._restart = 0
         self._restarts_before = 0
@@ -159,6 +161,29 @@ class Run:
             self.server.close()
             self.shared.close()
             shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _watchdog(self, logger: Any) -> health.Watchdog:
+        """Return the thread that reports hangs, and ends the workers if that is wished."""
+
+        def tell(hang: health.Hang) -> None:
+            self._told = self._restart, hang
+            logger.warning("%s", hang.text)
+            sys.stderr.write(hang.text + "\n")
+            sys.stderr.flush()
+
+        def abort(hang: health.Hang) -> None:
+            self._hang = hang
+            self._is_killed = True
+            self.server.kill()
+
+        return health.Watchdog(
+            self._beats,
+            self.shared.path,
+            self._plan.setting.watch,
+            restart=lambda: self._restart,
+            tell=tell,
+            abort=abort,
+        )
 
     def stop(self) -> None:
         """Have the workers stop after the same step and save; :meth:`run` raises StoppedError then."""
@@ -425,6 +450,8 @@ class Run:
             return self._signalled(self._signal, saved)
         if self._stopped:
             return StoppedError(saved[0].message if saved else "the run was stopped with handle.stop().")
+        if self._hang is not None:
+            return health.aborted(self._hang)
         exits = {**exits, **self._exits(peers)}
         deaths = _deaths(peers)
         first = failure.first_failure(records, exits, deaths)
@@ -440,6 +467,8 @@ class Run:
             out_of_memory=failure.oom_kills() > self._oom_kills,
         )
         text += self._note
+        if first is not None and first.record is not None and first.record.secondary:
+            text += health.remembered(self._told, self._restart)
         error = WorkerError(
             text, exit_code=first.exit_code if first else 1, rank=first.rank if first else None
         )

@@ -267,6 +267,8 @@ def _launch_options(config: TrainConfig) -> dict[str, Any]:
         "max_restarts": process.max_restarts,
         "nproc_min": process.nproc_min,
         "stop_grace_s": process.stop_grace_s,
+        "hang_after": process.hang_after,
+        "on_hang": process.on_hang,
         "log_level": output.log_level,
         "log_rotation": output.log_rotation,
         "log_diagnose": output.log_diagnose,

@@ -87,6 +87,10 @@ class ProcessConfig:
     """Go on with fewer processes, down to this, when the restarts are used up. Default: no fewer."""
     stop_grace_s: float = 30.0
     """Seconds that the processes have to end their step and save when the run is asked to stop."""
+    hang_after: float = 60.0
+    """Seconds that a process may keep others waiting until it is said who waits where; 0: never."""
+    on_hang: Literal["wait", "abort"] = "wait"
+    """After the report: go on waiting, or end the run (exit code 1)."""
 
     def __post_init__(self) -> None:
         if self.nproc != "auto":
@@ -96,6 +100,11 @@ class ProcessConfig:
         _positive("timeout_s", self.timeout_s)
         _positive("nproc_min", self.nproc_min)
         _positive("stop_grace_s", self.stop_grace_s)
+        if self.hang_after < 0:
+            raise ConfigError(
+                f"hang_after is {self.hang_after}; it must be 0 or more seconds, such as --hang-after 60, or "
+                "--hang-after 0 for no report."
+            )
         if self.max_restarts < 0:
             raise ConfigError(
                 f"max_restarts is {self.max_restarts}; it must be 0 or more, such as --max-restarts 3, or "

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from evenstep.errors import DriftError
+from evenstep.heartbeat import Activity, now
 from evenstep.world import World
 
 _ROW = 1024
@@ -94,8 +95,10 @@ def check_drift(model: nn.Module, step: int, world: World) -> None:
     sums = [checksum(tensor, row_factors[tensor.device]).to(world.device) for tensor in tensors.values()]
     mine = torch.stack(sums)
     rows = [torch.empty_like(mine) for _ in range(world.world_size)]
+    now(world, Activity.CHECK)
     dist.all_gather(rows, mine)
     table = torch.stack(rows)
+    now(world, Activity.USER)
     if bool((table == table[0]).all()):
         return
     raise _drifted(list(tensors), table.tolist(), step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from evenstep.data.loader import eval_chunks
 from evenstep.errors import ConfigError
-from evenstep.heartbeat import Phase
+from evenstep.heartbeat import Activity, Beat, Phase, now
 from evenstep.recovery import doing
 from evenstep.step import to_device
 from evenstep.world import World, current
@@ -20,6 +21,11 @@ from evenstep.world import World, current
 Metrics = Callable[[nn.Module, Any], "Mapping[str, Tensor | tuple[Tensor | float, Tensor | float]]"]
 """``metrics(model, batch)``: for each name the values of the samples, shape (n,); or a 0-dimensional tensor,
 their mean; or (sum, count) for a mean over something else than samples."""
+
+_MEET_S = 10.0
+_LOOK_EVERY_S = 0.001
+# So often in a row: another process may be seen in the middle of writing its row.
+_SURE = 20
 
 
 def evaluate(
@@ -62,6 +68,7 @@ def evaluate(
     try:
         with doing(world, Phase.EVALUATING), torch.inference_mode(), context():
             for chunk, size, data in eval_chunks(dataset, chunk_size=chunk_size, world=world, **loading):
+                now(world, Activity.EVALUATE)
                 values = metrics(model, to_device(data, device))
                 own.append((chunk, size, {name: _sum(name, v, size) for name, v in values.items()}))
     finally:
@@ -69,9 +76,47 @@ def evaluate(
             module.training = training
     everybody: list[Any] = [own]
     if world.world_size > 1:
+        _meet(world)
         everybody = [None] * world.world_size
         dist.all_gather_object(everybody, own)
+        now(world, Activity.USER)
     return _means(sorted((part for rank in everybody for part in rank), key=lambda part: part[0]))
+
+
+def _meet(world: World) -> None:
+    """Wait for the other processes of this machine, and notice if one of them never comes.
+
+    A collective would not: it would mix with that of a step, and hang or fail without a word of why.
+
+    Raises:
+        ConfigError: another process has begun the next step, or has ended its main.
+    """
+    recovery = world.recovery
+    if recovery is None:
+        return
+    pulse = recovery.pulse
+    pulse.evaluations += 1
+    pulse.now(Activity.GATHER)
+    end, seen = time.monotonic() + _MEET_S, 0
+    while time.monotonic() < end:
+        rows = [beat for beat in pulse.beats.read() if beat.pid and beat.restart == pulse.restart]
+        absent = [beat for beat in rows if beat.evaluations < pulse.evaluations]
+        if not absent:
+            return
+        gone = [beat for beat in absent if beat.phase == Phase.DONE or _has_gone_on(beat, pulse.step)]
+        seen = seen + 1 if gone else 0
+        if seen > _SURE:
+            where = "has ended its main" if gone[0].phase == Phase.DONE else "does the next step"
+            raise ConfigError(
+                f"evaluate was called after step {pulse.step} on rank {world.rank}, while rank "
+                f"{gone[0].rank} {where}. Every rank must call evaluate: each does a part. Take it out of "
+                "`if world.rank == 0`, and print the result on rank 0 only."
+            )
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _has_gone_on(beat: Beat, step: int) -> bool:
+    return beat.activity in (Activity.FORWARD, Activity.REDUCE) and beat.step >= step
 
 
 def _sum(name: str, value: Any, size: int) -> tuple[float, float]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import linecache
 import os
+import re
 import signal
 import site
 import sysconfig
@@ -36,6 +38,8 @@ PEER_GONE = (
 # The frames of these say nothing to the user: launching, and the libraries below the user's code.
 _OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _SAVED_EXIT = 75
+_LOADER_HEAD = re.compile(r"^Caught (\w+) in DataLoader worker process (\d+)\.")
+_TRACEBACK_LINE = re.compile(r'^  File "(.*)", line (\d+), in (.*)$')
 # An error that is noticed this soon after a death is taken for its consequence.
 _CONSEQUENCE_S = 1.0
 
@@ -88,21 +92,76 @@ class First:
 
 def record(error: BaseException, rank: int) -> Record:
     """Return the record of an exception that ends the worker ``rank``."""
-    kind, message = type(error).__name__, str(error)
+    kind, message = type(error).__name__, _text_of(error)
+    frames = _frames(error)
     secondary = isinstance(error, RuntimeError | OSError) and any(text in message for text in PEER_GONE)
     code = exit_code_of(error)
     if code == _SAVED_EXIT:
         secondary = True  # it saved its state because another one failed, or because it was told to stop
+    loading = _from_loader(message)
+    if loading is not None:
+        kind, message, inner = loading
+        frames = (*[frame for frame in frames if frame.is_user], *inner)[-MAX_FRAMES:]
     return Record(
         rank=rank,
         time=time.time(),
         kind=kind,
         message=message,
-        frames=_frames(error),
+        frames=frames,
         traceback="".join(traceback.format_exception(type(error), error, error.__traceback__)),
         exit_code=code,
         secondary=secondary,
     )
+
+
+def _text_of(error: BaseException) -> str:
+    """Return an exception's text, also of a class whose ``__str__`` fails."""
+    try:
+        return str(error)
+    except Exception as broken:
+        return f"(its __str__ raises {type(broken).__name__})"
+
+
+def _from_loader(message: str) -> tuple[str, str, tuple[Frame, ...]] | None:
+    """Return what failed in a worker of torch's DataLoader: class, text, the user's frames.
+
+    torch raises the error again in the process that reads, with the worker's traceback as its text.
+
+    Args:
+        message: the text of any exception.
+
+    Returns:
+        None if it is of another kind.
+    """
+    lines = message.splitlines()
+    head = _LOADER_HEAD.match(lines[0]) if lines else None
+    starts = [i for i, line in enumerate(lines) if line.endswith("raceback (most recent call last):")]
+    if head is None or not starts:
+        return None
+    entries = [
+        (i, found)
+        for i, line in enumerate(lines[starts[-1] :], starts[-1])
+        if (found := _TRACEBACK_LINE.match(line))
+    ]
+    if not entries:
+        return None
+    frames = tuple(
+        Frame(found[1], int(found[2]), found[3], _source(lines, i + 1), True)
+        for i, found in entries
+        if is_user(found[1])
+    )
+    end = entries[-1][0] + 1
+    text = next((lines[i:] for i in range(end, len(lines)) if not lines[i].startswith(" ")), [])
+    first, *more = text or [head[1]]
+    kind, _, words = first.partition(": ")
+    where = f"(in DataLoader worker {head[2]})"
+    return kind.rpartition(".")[2], "\n".join([f"{words} {where}".strip(), *more]).rstrip(), frames
+
+
+def _source(lines: list[str], i: int) -> str:
+    """Return line ``i`` of a traceback if it is the text of a line of code."""
+    is_code = i < len(lines) and lines[i].startswith("    ") and not _TRACEBACK_LINE.match(lines[i])
+    return lines[i].strip() if is_code else ""
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -195,13 +254,15 @@ def report(
         return "a worker failed, and left no word of why."
     ranks = set(range(world_size)) if world_size else {r.rank for r in records} | set(exits)
     tail = _others(first, records, ranks)
+    if out_of_memory and first.record is not None:
+        tail.append("during the run the kernel killed a process because memory ran out (`dmesg` tells which)")
     if log_path is not None:
         tail.append(f"log: {log_path}")
     if first.record is None:
         return "\n".join([_death(first, out_of_memory), *tail])
     message = first.record.message.splitlines() or [""]
     head = [f"rank {first.rank} failed: {first.record.kind}: {message[0]}".rstrip(": ")]
-    frames = [_line(frame) for frame in first.record.frames]
+    frames = [line_of(frame) for frame in first.record.frames]
     room = MAX_LINES - len(head) - len(frames) - len(tail)
     more = message[1:]
     if len(more) > room:
@@ -263,17 +324,17 @@ def _others(first: First, records: list[Record], ranks: set[int]) -> list[str]:
         alike = (first.record.kind, first.record.message)
         same = {r.rank for r in records if (r.kind, r.message) == alike and r.rank != first.rank}
     own = {r.rank: r for r in records if not r.secondary and r.rank != first.rank and r.rank not in same}
-    lines = [f"the same error on {_ranks({first.rank, *same})}"] if same else []
+    lines = [f"the same error on {ranks_in_words({first.rank, *same})}"] if same else []
     for rank, other in sorted(own.items())[:2]:
         text = (other.message.splitlines() or [""])[0]
         lines.append(f"later, rank {rank}: {other.kind}: {text}"[:200])
     stopped = ranks - {first.rank} - same - set(sorted(own)[:2])
     if stopped:
-        lines.append(f"{_ranks(stopped)} {'was' if len(stopped) == 1 else 'were'} stopped")
+        lines.append(f"{ranks_in_words(stopped)} {'was' if len(stopped) == 1 else 'were'} stopped")
     return lines
 
 
-def _ranks(ranks: Iterable[int]) -> str:
+def ranks_in_words(ranks: Iterable[int]) -> str:
     """Return ``rank 2``, ``ranks 0 and 1``, ``ranks 0, 1 and 3``; ``ranks 0-3`` for four or more in a row."""
     numbers = sorted(ranks)
     if len(numbers) == 1:
@@ -288,12 +349,13 @@ def _ranks(ranks: Iterable[int]) -> str:
     return f"ranks {', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else f"ranks {parts[0]}"
 
 
-def _line(frame: Frame) -> str:
+def line_of(frame: Frame) -> str:
+    """Return a frame as an indented line: file, line, function, and the text of the line if it can be had."""
     source = frame.source or linecache.getline(frame.file, frame.line).strip()
-    return f"  {_short(frame.file)}:{frame.line} in {frame.function}" + (f": {source}" if source else "")
+    return f"  {short(frame.file)}:{frame.line} in {frame.function}" + (f": {source}" if source else "")
 
 
-def _short(file: str) -> str:
+def short(file: str) -> str:
     """Return the path from the working directory, if it is in there."""
     try:
         relative = os.path.relpath(file)
@@ -304,19 +366,28 @@ def _short(file: str) -> str:
 
 def _frames(error: BaseException) -> tuple[Frame, ...]:
     """Return the user's last frames, and where in a library the error came from, if it did."""
-    libraries = _libraries()
-    frames = []
-    for entry in traceback.extract_tb(error.__traceback__):
-        if entry.filename.startswith(_OWN) or "<frozen" in entry.filename:
-            continue
-        is_user = not entry.filename.startswith(libraries)
-        frames.append(Frame(entry.filename, entry.lineno or 0, entry.name, entry.line or "", is_user))
+    frames = [
+        Frame(entry.filename, entry.lineno or 0, entry.name, entry.line or "", is_user(entry.filename))
+        for entry in traceback.extract_tb(error.__traceback__)
+        if not is_own(entry.filename) and "<frozen" not in entry.filename
+    ]
     users = [frame for frame in frames if frame.is_user]
     if users and not frames[-1].is_user:
         return (*users[-(MAX_FRAMES - 1) :], frames[-1])
     return tuple(users[-MAX_FRAMES:])
 
 
+def is_own(file: str) -> bool:
+    """Return whether a file of a traceback is evenstep's."""
+    return file.startswith(_OWN)
+
+
+def is_user(file: str) -> bool:
+    """Return whether a file of a traceback is the user's: not evenstep's, not Python's, not a library's."""
+    return not (is_own(file) or "<frozen" in file or file.startswith(_libraries()))
+
+
+@functools.cache
 def _libraries() -> tuple[str, ...]:
     paths = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     paths |= {*site.getsitepackages(), site.getusersitepackages()}

@@ -1,7 +1,8 @@
 """Heartbeats: where each process of this machine is, in a small file that all of them map into memory.
 
-A process writes its row after each committed step, which takes less than a microsecond: no system call, no
-lock. The file outlives the processes, so it also says how far the run had come before they died.
+A process writes its row after each committed step, and some times within one what it is about to do. That
+takes less than a microsecond each time: no system call, no lock. The file outlives the processes, so it also
+says how far the run had come before they died.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import struct
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 FILE = "heartbeats"
 _ROW = struct.Struct("=qqqqqqqd")
-_ROW_BYTES = 64
+_ACTIVITY = struct.Struct("=qdq")
+_ROW_BYTES = 128
 
 
 class Phase(enum.IntEnum):
@@ -27,6 +30,20 @@ class Phase(enum.IntEnum):
     EVALUATING = 2
     SAVING = 3
     DONE = 4
+
+
+class Activity(enum.IntEnum):
+    """What the main thread of a process is about: finer than the phase, for the report on a hang."""
+
+    USER = 0
+    DATA = 1
+    FORWARD = 2
+    REDUCE = 3
+    COMMIT = 4
+    EVALUATE = 5
+    GATHER = 6
+    CHECK = 7
+    SAVE = 8
 
 
 @dataclass(frozen=True)
@@ -42,6 +59,9 @@ class Beat:
         highest: the most that this row's process had committed in any start.
         phase: what it does.
         time: when it wrote this, as ``time.time()``.
+        activity: what its main thread is about.
+        since: since when, as ``time.monotonic()``, which all processes of a machine share.
+        evaluations: how many evaluations it has come to the end of.
     """
 
     rank: int
@@ -52,6 +72,9 @@ class Beat:
     highest: int
     phase: Phase
     time: float
+    activity: Activity = Activity.USER
+    since: float = 0.0
+    evaluations: int = 0
 
 
 class Heartbeats:
@@ -81,6 +104,11 @@ class Heartbeats:
             *(beat.rank, beat.pid, beat.restart, beat.num_states, beat.step, beat.highest, beat.phase),
             beat.time,
         )
+        self.write_activity(row, beat.activity, beat.since, beat.evaluations)
+
+    def write_activity(self, row: int, activity: Activity, since: float, evaluations: int) -> None:
+        """Write what a process is about into its row."""
+        _ACTIVITY.pack_into(self._map, row * _ROW_BYTES + _ROW.size, activity, since, evaluations)
 
     def read(self) -> list[Beat]:
         """Return all rows, by local rank."""
@@ -89,7 +117,13 @@ class Heartbeats:
             rank, pid, restart, num_states, step, highest, phase, at = _ROW.unpack_from(
                 self._map, row * _ROW_BYTES
             )
-            beats.append(Beat(rank, pid, restart, num_states, step, highest, Phase(phase), at))
+            activity, since, evaluations = _ACTIVITY.unpack_from(self._map, row * _ROW_BYTES + _ROW.size)
+            beats.append(
+                Beat(
+                    *(rank, pid, restart, num_states, step, highest, Phase(phase), at),
+                    *(Activity(activity), since, evaluations),
+                )
+            )
         return beats
 
 
@@ -112,8 +146,16 @@ class Pulse:
         self.step = 0
         self.highest = beats.read()[row].highest
         self.phase = Phase.STARTING
+        self.activity = Activity.USER
+        self.evaluations = 0
         self._pid = os.getpid()
         self.beat()
+        self.now(Activity.USER)
+
+    def now(self, activity: Activity) -> None:
+        """Show what the main thread is about from now on."""
+        self.activity = activity
+        self.beats.write_activity(self.row, activity, time.monotonic(), self.evaluations)
 
     def beat(self) -> None:
         """Write the row as it is now."""
@@ -141,3 +183,14 @@ class Pulse:
                     gone = Beat(beat.rank, 0, beat.restart, 0, 0, 0, Phase.DONE, beat.time)
                     self.beats.write(row, gone)
         self.beat()
+
+
+def now(world: Any, activity: Activity) -> None:
+    """Show in the heartbeat of this process what its main thread is about from now on.
+
+    Args:
+        world: the World; does nothing in one that nobody launched.
+        activity: what it is about.
+    """
+    if world.recovery is not None:
+        world.recovery.pulse.now(activity)

@@ -22,9 +22,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from evenstep.agreement import check_same_model
 from evenstep.collectives import CommunicationThread, Exchange, reduce_nodes
 from evenstep.data.batch import Batch, LaneBatch
 from evenstep.errors import ConfigError
+from evenstep.heartbeat import Activity, now
 from evenstep.seeding import seed_step
 from evenstep.staging import Staging
 from evenstep.tree import fold, merges_after_lane
@@ -80,7 +82,9 @@ class Lanes:
         self._thread: CommunicationThread | None = None
         self._exchange = Exchange.of(world)
         self._module = self._ddp = module
+        self._is_open = False
         if world.world_size > 1:
+            check_same_model(module, world)
             # Direct: every collective is a single all-reduce, started by the thread that runs backward.
             self._direct = self._exchange.is_pair or not self._exact
             if not self._direct:
@@ -122,6 +126,13 @@ class Lanes:
 
     def begin(self, step: int = 0) -> None:
         """Start step number ``step``: no gradient, and the running statistics remembered."""
+        if self._is_open and self._world.world_size > 1:
+            raise ConfigError(
+                f"step {step} failed before its gradients were summed, and the error was caught: the other "
+                "ranks still wait in that step, so no further one can begin. Let the error of train_step end "
+                "main; all ranks then go on from the last step (--max-restarts), or end together."
+            )
+        self._is_open = True
         self._step = step
         for p in self._params:
             p.grad = None
@@ -228,6 +239,8 @@ class Lanes:
 
     def _backward(self, loss: Tensor) -> None:
         """Compute the lane's gradient and take it away, unless it is the last lane's: that is DDP's."""
+        if self._is_last:
+            now(self._world, Activity.REDUCE)
         gradients: Sequence[Tensor | None]
         if self._past_ddp:
             gradients = torch.autograd.grad(loss, self._params, allow_unused=True)
@@ -269,6 +282,7 @@ class Lanes:
             raise self._thread.error
         if self._world.world_size > 1 and float(total[_OTHERS]):
             self._agree_on_other_buffers()
+        self._is_open = False
         return Totals(total[_LOSS], total[_COUNT], total[_STOP])
 
     def commit(self) -> None:

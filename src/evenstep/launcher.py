@@ -83,6 +83,10 @@ class LaunchOptions:
     """Seconds from a failure to SIGKILL for the workers that have not ended by themselves."""
     stop_grace_s: float = 30.0
     """Seconds that the workers have to end the step and save when the run is asked to stop; then SIGKILL."""
+    hang_after: float | None = 60.0
+    """Seconds that a process may keep others waiting until it is said who waits where; None or 0: never."""
+    on_hang: Literal["wait", "abort"] = "wait"
+    """After the report: go on waiting, or end the run with a WorkerError that holds the report."""
     fault: Callable[[int, int, str, int], None] | None = None
     """For tests: called in the workers at named points of a step, see evenstep.testing.kill_at."""
     log_level: str = "INFO"
@@ -99,6 +103,12 @@ class LaunchOptions:
             )
         if self.mode not in ("exact", "fast"):
             raise ConfigError(f"mode is {self.mode!r}; expected exact or fast. Correct --mode.")
+        if self.on_hang not in ("wait", "abort"):
+            raise ConfigError(f"on_hang is {self.on_hang!r}; expected wait or abort. Correct --on-hang.")
+        if (self.hang_after or 0) < 0:
+            raise ConfigError(
+                f"hang_after is {self.hang_after}; it must be 0 or more seconds. Correct --hang-after."
+            )
         for name in ("lanes", "threads", "timeout_s", "gpu_memory_fraction"):
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -276,7 +286,7 @@ def _start_method() -> str:
 
 def _setting(opts: LaunchOptions, started: float) -> tuple[Setting, int]:
     """Return what all workers have in common, and how many this machine runs."""
-    from evenstep import devices, log, worker
+    from evenstep import devices, health, log, worker
 
     place = world.placement()
     if place is not None and (opts.gpus or "").startswith("idle"):
@@ -317,6 +327,9 @@ def _setting(opts: LaunchOptions, started: float) -> tuple[Setting, int]:
         log_level=opts.log_level,
         log_rotation=opts.log_rotation,
         log_diagnose=opts.log_diagnose,
+        watch=health.Watch(
+            hang_after=opts.hang_after or 0.0, on_hang=opts.on_hang, timeout_s=opts.timeout_s
+        ),
         started=started,
         fault=None if opts.fault is None else bytes(cloudpickle.dumps(opts.fault)),
     )

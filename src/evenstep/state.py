@@ -20,7 +20,7 @@ from evenstep import checkpoint
 from evenstep.checkpoint import Checkpoint
 from evenstep.data.batch import Batch
 from evenstep.errors import CheckpointError, ConfigError, DivergedError
-from evenstep.heartbeat import Phase
+from evenstep.heartbeat import Activity, Phase, now
 from evenstep.lanes import Lanes
 from evenstep.optim import Schedule, apply_schedule
 from evenstep.recovery import doing
@@ -255,6 +255,7 @@ class TrainState:
 
     def begin(self) -> None:
         """Start a step, which changes nothing before its commit."""
+        now(self.world, Activity.FORWARD)
         self.lanes.begin(self.step)
         if self._committed is not None:
             self._committed.record()  # on a GPU, the copies of the state before the step come after it
@@ -263,8 +264,11 @@ class TrainState:
         """Turn the reduced gradient into the next state, see ``_commit``; nobody saves it meanwhile."""
         if self.world.recovery is None:
             return self._commit(batch, loss, count)
+        now(self.world, Activity.COMMIT)
         with self.world.recovery:
-            return self._commit(batch, loss, count)
+            result = self._commit(batch, loss, count)
+        now(self.world, Activity.USER)
+        return result
 
     def _commit(self, batch: Batch, loss: Tensor, count: float) -> tuple[float, float | None]:
         """Turn the reduced gradient into the next state. Local: nothing is communicated.

@@ -24,7 +24,7 @@ from loguru import logger
 from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from evenstep import allocator, devices, failure, log, memory, seeding, sharedmem, stopping, world
+from evenstep import allocator, devices, failure, health, log, memory, seeding, sharedmem, stopping, world
 from evenstep.channel import Line
 from evenstep.errors import ConfigError, EvenstepError, MachineError
 from evenstep.machines import Machines
@@ -67,6 +67,8 @@ class Setting:
     log_diagnose: bool
     started: float
     """When the run was launched, as ``time.time()``."""
+    watch: health.Watch
+    """What to do about hangs."""
     fault: bytes | None = None
     """Pickled: called as fault(rank, restart, point, step) at named points; for tests (testing.kill_at)."""
 
@@ -192,7 +194,10 @@ def run_here(main: Callable[..., Any], args: tuple[Any, ...], setting: Setting) 
             directory = sharedmem.of_torchrun(place.run_id, os.getppid()) / f"launch-{first_store()}"
             directory.mkdir(exist_ok=True)
             recovery = _recovery(directory, place, setting)
-            with _prepared(setting, place, world.NoParent(), lambda: stores[0], recovery) as here:
+            with (
+                _prepared(setting, place, world.NoParent(), lambda: stores[0], recovery) as here,
+                health.watched_here(recovery, setting.watch, place.local_rank),
+            ):
                 try:
                     with memory.explained(here):
                         value = main(here, *args)
@@ -280,7 +285,8 @@ def _prepared(
         diagnose=setting.log_diagnose,
         exclusive=True,
     )
-    with logs, world.entered(here), signals:
+    answering = health.answering(recovery.directory, place.rank, place.restart)
+    with logs, world.entered(here), signals, answering:
         if isinstance(channel, Line):
             channel.listen(on_stop=signals.ask, on_death=recovery.leave_if_possible)
         try:

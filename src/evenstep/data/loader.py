@@ -34,6 +34,7 @@ from evenstep.data.fetch import (
 )
 from evenstep.data.shards import ShardedStream, has_shards, sharded_epoch
 from evenstep.errors import ConfigError, DataError
+from evenstep.heartbeat import Activity, now
 from evenstep.world import World, current, share
 
 
@@ -166,8 +167,9 @@ class Loader:
         else:
             self._check_position(epoch, epoch_step)
             generator = self._sized_batches(step, epoch, epoch_step, epochs, steps)
-        self._open.add(generator)
-        return generator
+        shown = _shown(generator, self.world)
+        self._open.add(shown)
+        return shown
 
     def close(self) -> None:
         """End the worker processes of all iterations that are still open."""
@@ -270,6 +272,17 @@ class Loader:
                     if step == steps:
                         return
             epoch, epoch_step = epoch + 1, 0
+
+
+def _shown(batches: Any, world: World) -> Iterator[Batch]:
+    """Yield the batches, and show in the heartbeat when the loop waits for one."""
+    with contextlib.closing(batches):
+        now(world, Activity.DATA)
+        for batch in batches:
+            now(world, Activity.USER)
+            yield batch
+            now(world, Activity.DATA)
+    now(world, Activity.USER)
 
 
 def lane_parts(batch: tuple[int, ...], world: World) -> tuple[Part, ...]:

@@ -1,0 +1,95 @@
+"""What all processes must have in common to train together, and a block that one of them runs alone."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from evenstep.errors import ConfigError
+from evenstep.world import World, current
+
+_VERY_LONG = datetime.timedelta(days=365)
+
+
+def check_same_model(module: nn.Module, world: World) -> None:
+    """Raise ConfigError if the processes have built different models. Collective: every rank must call.
+
+    torch DDP finds some of these differences, and says that a rank has inconsistent parameters.
+
+    Args:
+        module: the model.
+        world: this process.
+
+    Raises:
+        ConfigError: on every rank; names the first parameter or buffer that differs.
+    """
+    if world.world_size == 1:
+        return
+    mine = _described(module)
+    digest = hashlib.sha256("\n".join(mine).encode()).digest()
+    number = torch.tensor([int.from_bytes(digest[:7], "little")], device=world.device)
+    numbers = [torch.empty_like(number) for _ in range(world.world_size)]
+    dist.all_gather(numbers, number)
+    if len({int(other) for other in numbers}) == 1:
+        return
+    everybody: list[Any] = [None] * world.world_size
+    dist.all_gather_object(everybody, mine)
+    raise _different(everybody)
+
+
+def _described(module: nn.Module) -> list[str]:
+    """Return a line for each parameter and buffer."""
+    lines = [
+        f"{name} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ', frozen'}"
+        for name, p in module.named_parameters()
+    ]
+    return [*lines, *(f"{name} {tuple(b.shape)} {b.dtype}" for name, b in module.named_buffers())]
+
+
+def _different(everybody: Sequence[Sequence[str]]) -> ConfigError:
+    rank = next(rank for rank, lines in enumerate(everybody) if lines != everybody[0])
+    pairs = itertools.zip_longest(everybody[0], everybody[rank], fillvalue="nothing")
+    first, other = next(pair for pair in pairs if pair[0] != pair[1])
+    return ConfigError(
+        f"the ranks have built different models: rank 0 has {first} where rank {rank} has {other}. Their "
+        "gradients cannot be added up. Build the model from the same options on every rank, and look for "
+        "anything that depends on world.rank, or on a file that one of them does not see."
+    )
+
+
+def on_first(fn: Callable[..., Any], *args: Any) -> Any:
+    """Run ``fn(*args)`` on rank 0 alone while the others wait; return its value on every rank.
+
+    For what takes long and only one process should do: prepare data, validate, upload. In an
+    ``if world.rank == 0`` block the other ranks get to their next collective, which fails after
+    ``--timeout-s``; here they wait as long as it takes. Collective: every rank must call.
+
+    Args:
+        fn: what rank 0 runs; nothing in it may be collective.
+        args: its arguments.
+
+    Returns:
+        What ``fn`` returned on rank 0; it must be something that pickle knows.
+
+    Example:
+        >>> on_first(sum, [1, 2, 3])
+        6
+    """
+    world = current()
+    if world.world_size == 1:
+        return fn(*args)
+    group = dist.new_group(backend="gloo", timeout=_VERY_LONG)
+    try:
+        value = [fn(*args) if world.is_first else None]
+        dist.broadcast_object_list(value, src=0, group=group, device=torch.device("cpu"))
+        return value[0]
+    finally:
+        if isinstance(group, dist.ProcessGroup):
+            dist.destroy_process_group(group)
