@@ -251,3 +251,17 @@ def test_config_show_toml_is_read_again(tmp_path, capsys):
     assert cli.main(["config", "show", "--toml", "--seed", "3", "--lr", "0.2"]) == 0
     (tmp_path / "run.toml").write_text(capsys.readouterr().out)
     assert from_flat(read_toml(tmp_path / "run.toml")) == from_flat({"seed": 3, "lr": 0.2})
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "stream"),
+    [(["--version"], 0, "out"), (["trian"], 2, "err"), (["train", "--resume"], 4, "err")],
+)
+def test_the_process_ends_at_once_with_the_code_and_all_that_was_printed(tmp_path, words, code, stream):
+    """Nothing is lost although the interpreter is not taken apart, not even in a pipe."""
+    done = subprocess.run(
+        [sys.executable, "-m", "evenstep", *words], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == code
+    assert ("evenstep" in done.stdout) == (stream == "out")
+    assert ("evenstep: error: " in done.stderr) == (stream == "err")

@@ -5,8 +5,10 @@ A module that cannot be imported must not end the fork server; the worker that n
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
+import os
 import signal
 
 # torch._dynamo is imported by the constructor of DistributedDataParallel, which takes about a second.
@@ -32,6 +34,10 @@ MODULES = (
 # As for the helper processes in launcher.warm_up, whose mask of blocked signals the workers take off.
 for _number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
     signal.signal(_number, signal.SIG_IGN)
+
+# The fork server has nothing to do at its end, and taking torch apart would take it a second. Workers do not
+# come by here: multiprocessing ends them itself.
+atexit.register(os._exit, 0)
 
 for _name in MODULES:
     with contextlib.suppress(Exception):
