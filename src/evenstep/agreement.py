@@ -86,10 +86,10 @@ def on_first(fn: Callable[..., Any], *args: Any) -> Any:
     if world.world_size == 1:
         return fn(*args)
     group = dist.new_group(backend="gloo", timeout=_VERY_LONG)
+    assert isinstance(group, dist.ProcessGroup)  # every rank is in it
     try:
         value = [fn(*args) if world.is_first else None]
         dist.broadcast_object_list(value, src=0, group=group, device=torch.device("cpu"))
         return value[0]
     finally:
-        if isinstance(group, dist.ProcessGroup):
-            dist.destroy_process_group(group)
+        dist.destroy_process_group(group)

@@ -89,11 +89,30 @@ def setup(
                     diagnose=False,
                 )
             )
-        yield
+        with _unraisable_logged() if exclusive else contextlib.nullcontext():
+            yield
     finally:
         for number in numbers:
             with contextlib.suppress(ValueError):  # the user's own logger.remove() took it already
                 logger.remove(number)
+
+
+@contextlib.contextmanager
+def _unraisable_logged() -> Iterator[None]:
+    """Log the errors that Python only prints, because nobody could catch them, such as one in ``__del__``."""
+    before = sys.unraisablehook
+
+    def hook(args: sys.UnraisableHookArgs) -> None:
+        text = f"{args.err_msg or 'Exception ignored in'} {args.object!r:.200}"
+        exception = (args.exc_type, args.exc_value, args.exc_traceback)
+        logger.bind(file_only=True).opt(exception=exception).warning("{}", text)
+        before(args)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 @contextlib.contextmanager

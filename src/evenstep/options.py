@@ -40,7 +40,8 @@ MOMENT = frozenset(
         *("run_dir", "resume", "smoke_test", "steps"),
         *("nnodes", "rdzv_endpoint", "rdzv_id"),
         *("nproc", "device", "gpus", "gpu_memory_fraction", "lanes_on_oom", "backend", "timeout_s"),
-        *("max_restarts", "nproc_min", "stop_grace_s", "hang_after", "on_hang", "cache_dir", "workers", "json", "quiet"),
+        *("max_restarts", "nproc_min", "stop_grace_s", "hang_after", "on_hang"),
+        *("cache_dir", "workers", "json", "quiet"),
     }
 )
 

@@ -21,7 +21,7 @@ from evenstep import report
 from evenstep.config import TrainConfig, to_flat
 from evenstep.errors import MachineError, StoppedError
 from evenstep.records import MetricsFile, save_config, start_line
-from evenstep.timing import Times
+from evenstep.timing import Times, slowest
 from evenstep.track import Tracker, open_tracker
 from evenstep.world import World, num_cores, share
 
@@ -182,6 +182,7 @@ class Reporter:
         self._tracker: Tracker | None = None
         self._report: report.Refresher | None = None
         self._facts: Facts | None = None
+        self._times: Times | None = None
         self._begun = self._since = time.perf_counter()
         self._images = 0
 
@@ -301,6 +302,7 @@ class Reporter:
 
     def times(self, step: int, epoch: int, times: Times) -> None:
         """Keep where the time of every rank went."""
+        self._times = times
         self._write(
             "time",
             step,
@@ -330,6 +332,9 @@ class Reporter:
             result: what ``evenstep train --json`` prints.
             evaluation: what ``predictions.summary`` says of the last evaluation.
         """
+        line = None if self._times is None else slowest(self._times)
+        if line is not None:
+            self.message(line)
         if self._report is None:
             return
         run_dir = self._report.path.parent

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from evenstep.world import World
 
 T = TypeVar("T")
+_MATTERS = 0.05
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,32 @@ class Times:
     data_s: list[float]
     step_s: list[float]
     wait_s: list[float | None]
+
+
+def slowest(times: Times) -> str | None:
+    """Return in a line which rank the others waited for, and how long the data took; None if neither matters.
+
+    Sending the sums takes time as well. That is what the slowest rank waits, too, so it does not count.
+
+    Args:
+        times: the time of every rank.
+    """
+    total_s = sum(times.data_s) + sum(times.step_s)
+    if not total_s:
+        return None
+    parts = []
+    known = [wait for wait in times.wait_s if wait is not None]
+    if len(known) == len(times.wait_s) > 1:
+        least = min(known)
+        waited = (sum(known) - len(known) * least) / total_s * len(known) / (len(known) - 1)
+        if waited >= _MATTERS:
+            rank = known.index(least)
+            whom = "the others" if len(known) > 2 else "the other"
+            parts.append(f"rank {rank} was the slowest: {whom} waited {waited:.0%} of the time for it")
+    data = sum(times.data_s) / total_s
+    if parts or data >= _MATTERS:
+        parts.append(f"waiting for data took {data:.0%} of the time")
+    return "; ".join(parts).replace("%", " %") or None
 
 
 class Stopwatch:
