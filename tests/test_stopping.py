@@ -172,6 +172,32 @@ def test_a_second_ctrl_c_ends_at_once_and_leaves_nothing(tmp_path):
     assert not gone_within(lambda: [pid for pid in everybody if pid in descendants(1)])
 
 
+def test_a_save_is_waited_for_however_short_the_grace_time_is(tmp_path):
+    def main(world):
+        model = SmallNet()
+        state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        write = state._saver.save
+
+        def slow(*args, **values):
+            if world.is_first:
+                world.send("saving")
+                time.sleep(4.0)
+            return write(*args, **values)
+
+        state._saver.save = slow
+        for batch in Loader(images(), 50).batches(state):
+            train_step(state, batch, cross_entropy())
+            state.save()
+
+    saving = threading.Event()
+    options = {"run_dir": str(tmp_path), "stop_grace_s": 3.0, "on_message": lambda *_: saving.set(), **CPU}
+    handle = launch(main, nproc=2, join=False, **options)
+    assert saving.wait(60)
+    handle.stop()
+    with pytest.raises(StoppedError, match="all ranks stopped and saved after step 2"):
+        handle.wait()
+
+
 def test_a_main_that_never_steps_is_ended_after_the_grace_time(tmp_path):
     def main(world):
         model = torch.nn.Linear(2, 2)

@@ -40,7 +40,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from evenstep import devices, errors, failure, health, log, machines, rendezvous, sharedmem, worker, world
 from evenstep.channel import Peer, Server
 from evenstep.errors import EvenstepError, MachineError, StoppedError, WorkerError
-from evenstep.heartbeat import Heartbeats
+from evenstep.heartbeat import Heartbeats, Phase
 from evenstep.machines import Machines
 from evenstep.recovery import Cause, write_cause
 from evenstep.rescue import save_as_checkpoint
@@ -188,7 +188,7 @@ class Run:
     def stop(self) -> None:
         """Have the workers stop after the same step and save; :meth:`run` raises StoppedError then."""
         self._stopped = True
-        self.server.ask_to_stop(signal.SIGTERM, self._time_to_stop_s)
+        self.server.ask_to_stop(signal.SIGTERM, self._time_to_stop_s, self._is_saving)
 
     @property
     def _time_to_stop_s(self) -> float:
@@ -411,6 +411,10 @@ class Run:
         peers = self.server.peers
         return failure.first_failure(self._records(), {**exits, **self._exits(peers)}, _deaths(peers))
 
+    def _is_saving(self) -> bool:
+        beats = [beat for beat in self._beats.read() if beat.restart == self._restart]
+        return any(beat.phase == Phase.SAVING and sharedmem.is_alive(beat.pid) for beat in beats)
+
     def _has_states(self) -> bool:
         return any(beat.num_states for beat in self._beats.read() if beat.restart == self._restart)
 
@@ -514,7 +518,9 @@ class Run:
         if self._signal is None:
             self._signal = signal.Signals(number)
             grace_s = self._time_to_stop_s
-            work: Callable[[], None] = functools.partial(self.server.ask_to_stop, number, grace_s)
+            work: Callable[[], None] = functools.partial(
+                self.server.ask_to_stop, number, grace_s, self._is_saving
+            )
         elif number == self._signal == signal.SIGINT:
             self._is_killed = True
             work = self.server.kill

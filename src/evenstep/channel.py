@@ -25,6 +25,8 @@ from loguru import logger
 from evenstep import sharedmem
 from evenstep.errors import MachineError
 
+_LOOK_EVERY_S = 0.1
+
 
 @dataclass
 class Peer:
@@ -121,12 +123,13 @@ class Server:
             for peer in self._peers.values():
                 self._put(peer, frame)
 
-    def ask_to_stop(self, number: int, grace_s: float) -> None:
+    def ask_to_stop(self, number: int, grace_s: float, is_saving: Callable[[], bool]) -> None:
         """Tell all workers to stop after the same step, those that still start, too; end them after a time.
 
         Args:
             number: the signal that asks for it.
             grace_s: seconds until SIGKILL for the workers that have not ended by themselves.
+            is_saving: whether one of them is writing a checkpoint: the seconds count from the end of that.
         """
         with self._lock:
             if self._asked is not None:
@@ -134,10 +137,15 @@ class Server:
             self._asked = number
             for peer in self._peers.values():
                 self._put(peer, cloudpickle.dumps(("stop", number)))
-        threading.Thread(target=self._end_after, args=(grace_s,), daemon=True).start()
+        threading.Thread(target=self._end_after, args=(grace_s, is_saving), daemon=True).start()
 
-    def _end_after(self, seconds: float) -> None:
-        if not self._closed.wait(seconds):
+    def _end_after(self, seconds: float, is_saving: Callable[[], bool]) -> None:
+        left = seconds
+        while left > 0:
+            if self._closed.wait(min(left, _LOOK_EVERY_S)):
+                return
+            left = seconds if is_saving() else left - _LOOK_EVERY_S
+        if not self._closed.is_set():
             with self._lock:
                 self._stopping = True
                 self.signal_all(signal.SIGKILL)
