@@ -50,9 +50,10 @@ def enlarge(images: np.ndarray) -> np.ndarray:
     # Pixel i of 32 lies at (i + 0.5) / 4 - 0.5 = (2 * i - 3) / 8 of 8: weights in eighths.
     eighths = np.clip(2 * np.arange(32) - 3, 0, 56)
     below, part = eighths // 8, eighths % 8
-    weights = np.zeros((32, 8), dtype=np.int64)
+    # float32, because numpy multiplies matrices of whole numbers slowly; these are exact in it up to 2**24.
+    weights = np.zeros((32, 8), dtype=np.float32)
     weights[np.arange(32), below] += 8 - part
     weights[np.arange(32), np.minimum(below + 1, 7)] += part
-    sums = weights @ images.astype(np.int64) @ weights.T  # 64ths of the value
+    sums = (weights @ images.astype(np.float32) @ weights.T).astype(np.int32)  # 64ths of the value
     grey = ((sums * 255 + 512) // (64 * 16)).astype(np.uint8)
     return np.repeat(grey[..., None], 3, axis=3)
