@@ -309,7 +309,10 @@ class Run:
         rendezvous_handler_registry.register(_BACKEND, _OneMachine)
         rendezvous_handler_registry.register(rendezvous.BACKEND, rendezvous.create)
         try:
-            with world.variables({"TORCHELASTIC_SIGNALS_TO_HANDLE": ""}):  # the agent sets it
+            # The agent sets the first. Without the second, torch keeps one address over all meetings, and a
+            # machine that comes later waits for it in vain.
+            names = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+            with world.variables(names):
                 elastic_launch(self._config(), worker.entry)(job)
             return self._value()
         except rendezvous.HostLostError as lost:

@@ -141,8 +141,11 @@ def _trained(config: TrainConfig) -> Mapping[str, Any] | None:
     Returns:
         Rank 0's result; None on a machine where rank 0 is not.
     """
-    from evenstep.jobs import train_job
-    from evenstep.launcher import launch
+    # torch reads this when it is imported; its sockets would complain of machines without a name.
+    quiet = {} if config.process.rdzv_endpoint is None else {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+    with worlds.variables(quiet):
+        from evenstep.jobs import train_job
+        from evenstep.launcher import launch
 
     while True:
         try:

@@ -47,6 +47,7 @@ BEAT_S = 1.0
 LOST_AFTER_S = 5.0
 _FIRST_LOOK_S = 5.0
 _CLOSE_S = 3.0
+_OFFER_S = 10.0
 _LOOK_S = 0.02
 _STOPPED = "the run was stopped while it waited for other machines"
 
@@ -227,8 +228,7 @@ class Meeting(RendezvousHandler):
                 self._within(self._announce)
             else:
                 self._calls.before()
-            info = self._within(self._handler.next_rendezvous)
-            return self._within(lambda: self._agree(info, before))
+            return self._met(before)
         except RendezvousTimeoutError:
             least = self._where.least
             text = f"fewer than {least} machines were at {self._where.endpoint} within {self._timeout_s:g} s"
@@ -346,13 +346,24 @@ class Meeting(RendezvousHandler):
             )
         self._root.set(f"joined/{self._root.get('start').decode()}", self._name)
 
+    def _met(self, before: dict[str, Offer]) -> RendezvousInfo:
+        """Meet and agree; again if a machine died in the middle of that."""
+        end = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                info = self._within(self._handler.next_rendezvous)
+                return self._within(lambda: self._agree(info, before))
+            except RuntimeError as error:
+                if "timeout" not in str(error) or time.monotonic() > end:
+                    raise
+
     def _agree(self, info: RendezvousInfo, before: dict[str, Offer]) -> RendezvousInfo:
         """Exchange the offers, and put the host first."""
         shared = PrefixStore("evenstep", info.store)
         shared.set(f"offer/{info.rank}", json.dumps(asdict(self.offer)))
         shared.wait(
             [f"offer/{rank}" for rank in range(info.world_size)],
-            datetime.timedelta(seconds=self._timeout_s),
+            datetime.timedelta(seconds=min(self._timeout_s, _OFFER_S)),
         )
         offers = [Offer(**json.loads(shared.get(f"offer/{rank}"))) for rank in range(info.world_size)]
         order = sorted(range(info.world_size), key=lambda rank: (not offers[rank].is_host, rank))
@@ -470,7 +481,8 @@ class Meeting(RendezvousHandler):
         return results[0]
 
     def _gone(self, why: object) -> str:
-        reason = (str(why).splitlines() or [""])[0][:120]
+        cause = getattr(why, "__cause__", None) or why  # torch's own text refers to its cause
+        reason = (str(cause).splitlines() or [""])[0][:120].rstrip(". ")
         return f"the machine of the endpoint {self._where.endpoint} is gone ({reason})"
 
     def _raise_failure(self) -> None:
