@@ -31,6 +31,7 @@ from evenstep.errors import ConfigError
         (lambda: OptimConfig(batch_size=0), "batch_size is 0; it must be above 0. Use --batch-size"),
         (lambda: OptimConfig(label_smoothing=1.0), "below 1, for example --label-smoothing 0.1"),
         (lambda: OptimConfig(ema_decay=1.0), "between 0 and 1, for example --ema-decay 0.999"),
+        (lambda: ProcessConfig(hang_after=-1.0), "hang_after is -1.0; it must be 0 or more seconds, such as"),
         (lambda: OutputConfig(log_every=0), "log_every is 0; it must be above 0. Use --log-every"),
         (
             lambda: TrainConfig(process=ProcessConfig(nproc=4, lanes=2)),

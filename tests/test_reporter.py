@@ -12,6 +12,7 @@ from evenstep.config import from_flat, read_toml
 from evenstep.errors import MachineError
 from evenstep.records import MetricsFile, save_config
 from evenstep.reporter import Facts, Reporter, banner, final_line, group_lines
+from evenstep.timing import Times
 from evenstep.world import World, num_cores
 
 FACTS = Facts(
@@ -268,3 +269,12 @@ def test_tensorboard_that_is_not_installed_is_said(tmp_path, monkeypatch):
         pytest.raises(MachineError, match=r"--tensorboard needs .*pip install 'evenstep\[tensorboard"),
     ):
         reporter.start(FACTS)
+
+
+def test_the_slowest_rank_is_told_at_the_end(tmp_path):
+    stream = io.StringIO()
+    with Reporter(from_flat({}), world(), stream) as reporter:
+        reporter.start(FACTS)
+        reporter.times(10, 1, Times(10, [0.0, 0.0], [10.0, 10.0], [0.0, 4.0]))
+        reporter.finish({}, None)
+    assert stream.getvalue().splitlines()[-1].startswith("rank 0 was the slowest: the other waited 40 %")

@@ -56,3 +56,31 @@ def test_every_rank_learns_the_times_of_all():
     assert first.steps == 10
     assert first.wait_s[0] > first.wait_s[1]
     assert first.wait_s[0] > 0.2  # nine of the ten steps are sampled, each with a wait of 0.05 s
+
+
+@pytest.mark.parametrize(
+    ("data_s", "step_s", "wait_s", "line"),
+    [
+        (
+            [1.0, 1.0, 1.0],
+            [99.0, 99.0, 99.0],
+            [13.0, 1.0, 13.0],
+            "rank 1 was the slowest: the others waited 12 % of the time for it; "
+            "waiting for data took 1 % of the time",
+        ),
+        (
+            [0.0, 0.0],
+            [10.0, 10.0],
+            [0.0, 4.0],
+            "rank 0 was the slowest: the other waited 40 % of the time for it; "
+            "waiting for data took 0 % of the time",
+        ),
+        # all wait alike: that is what sending takes
+        ([1.0, 1.0], [99.0, 99.0], [40.0, 41.0], None),
+        ([30.0, 10.0], [70.0, 90.0], [None, None], "waiting for data took 20 % of the time"),
+        ([30.0], [70.0], [0.0], "waiting for data took 30 % of the time"),
+        ([0.0], [0.0], [0.0], None),
+    ],
+)
+def test_the_slowest_rank_in_words(data_s, step_s, wait_s, line):
+    assert timing.slowest(timing.Times(10, data_s, step_s, wait_s)) == line
