@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -29,6 +30,7 @@ from evenstep.launcher import launch
 
 STEPS_BETWEEN = 8
 TIMEOUT_S = 30.0
+_LINE = re.compile(r"step (\d+) (\d+) (\d+) ([\d.]+)")
 
 
 def train(world, steps):
@@ -119,7 +121,7 @@ TORCHRUN = """
             saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
             torch.save(saved, path + ".t")
             os.replace(path + ".t", path)
-        print(f"step {rank} {step} {os.getpid()} {time.time()}", flush=True)
+        os.write(1, f"step {rank} {step} {os.getpid()} {time.time()}\\n".encode())
     dist.destroy_process_group()
 """
 
@@ -147,9 +149,9 @@ def torchrun(nproc: int, kills: int, every: int) -> tuple[list[float], int]:
             guard = threading.Timer(TIMEOUT_S * (kills + 2), process.kill)
             guard.start()
             for line in process.stdout or ():
-                if not line.startswith("step "):
+                if not (match := _LINE.fullmatch(line.strip())):
                     continue
-                _, rank, step, pid, at = line.split()
+                rank, step, pid, at = match.groups()
                 if int(rank) == 0 and int(step) <= seen:
                     twice += 1
                 seen = max(seen, int(step)) if int(rank) == 0 else seen

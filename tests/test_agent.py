@@ -111,7 +111,7 @@ STUCK = """
 
     def main(world):
         import torch
-        print(os.getpid(), flush=True)
+        os.write(1, f"{os.getpid()}\\n".encode())  # print may write the line end apart
         if world.rank == 0:
             torch.distributed.all_reduce(torch.ones(4))  # rank 1 never comes
         try:

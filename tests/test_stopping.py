@@ -142,7 +142,7 @@ def test_a_signal_to_the_whole_group_saves_and_ends(number, code, tmp_path):
 
 def test_a_second_ctrl_c_ends_at_once_and_leaves_nothing(tmp_path):
     text = """
-        import sys, time
+        import os, sys, time
         sys.path.insert(0, {tests!r})
         import torch
         from evenstep import TrainState
@@ -151,7 +151,7 @@ def test_a_second_ctrl_c_ends_at_once_and_leaves_nothing(tmp_path):
         def main(world):
             model = torch.nn.Linear(2, 2)
             state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
-            print(world.recovery.directory, flush=True)
+            os.write(1, f"{{world.recovery.directory}}\\n".encode())
             time.sleep(600)
 
         launch(main, nproc=2, device="cpu", threads=1)
