@@ -268,6 +268,34 @@ def test_abort_ends_the_run_with_the_report():
     assert str(caught.value).endswith("the run was ended (--on-hang abort)")
 
 
+def sleep_once(world):
+    if world.restart == 0:
+        time.sleep(600)
+
+
+def test_a_rank_that_hangs_is_started_again_when_the_others_have_waited_long_enough(capsys):
+    options = {**CPU, "timeout_s": 2.0}
+    steps = launch(training, 3, sleep_once, nproc=2, hang_after=0.5, grace_s=0.5, all_values=True, **options)
+    assert steps == [10, 10]
+    assert "rank 1 has not arrived: step 3, in user code since" in capsys.readouterr().err
+
+
+def test_a_failure_after_a_hang_tells_of_the_hang():
+    def main(world):
+        import torch.distributed as dist
+
+        if world.rank == 1:
+            time.sleep(600)
+        dist.barrier()
+
+    with pytest.raises(WorkerError, match=r"rank 0 failed: .*imed out") as caught:
+        launch(main, nproc=2, hang_after=0.5, grace_s=0.5, **{**CPU, "timeout_s": 3.0})
+    assert "\nbefore that, no progress for " in str(caught.value)
+    assert "rank 1 has not arrived: in user code since" in str(caught.value)
+    assert health.remembered(None, 0) == ""
+    assert health.remembered((0, health.Hang("text\nlast", (), True)), 1) == ""
+
+
 def test_a_collective_of_the_users_own_is_named_too():
     def main(world):
         import torch.distributed as dist

@@ -1,7 +1,7 @@
 """Heartbeats: where each process of this machine is, in a small file that all of them map into memory.
 
 A process writes its row after each committed step, and some times within one what it is about to do. That
-takes less than a microsecond each time: no system call, no lock. The file outlives the processes, so it also
+takes about a microsecond each time: no system call but for the clock, no lock. The file outlives the processes, so it also
 says how far the run had come before they died.
 """
 
