@@ -54,12 +54,12 @@ def train(world: Any) -> tuple[str, int, int, int]:
 
     model = SmallNet()
     state = TrainState(model, torch.optim.Adam(model.parameters(), lr=0.01), ema_decay=0.9)
-    world.send(("started", os.getpid(), world.restart))
+    world.send((os.getpid(), world.restart, state.step))
     for batch in Loader(images(), 50).batches(state, steps=STEPS):
         train_step(state, batch, cross_entropy())
         if state.step % 4 == 0:
             state.save()
-        world.send(("step", os.getpid(), state.step))
+        world.send((os.getpid(), world.restart, state.step))
     return digest(state), state.step, world.restart, world.recovery.steps_lost
 
 
@@ -70,13 +70,15 @@ class RandomKiller:
         self.dice, self.nproc, self.left = dice, nproc, kills
         self.done = 0
         self.pids: dict[int, int] = {}
-        self.timer: threading.Timer | None = None
+        self.armed_in = -1
 
-    def __call__(self, rank: int, told: tuple[str, int, int]) -> None:
+    def __call__(self, rank: int, told: tuple[int, int, int]) -> None:
         """Take a worker's word."""
-        kind, pid, step = told
+        pid, restart, step = told
         self.pids[rank] = pid
-        if kind == "step" and self.left and step < STEPS - 6 and self.timer is None:
+        # Once in a start: a survivor that is killed before it has saved leaves nobody to go on from.
+        if restart > self.armed_in and self.left and step < STEPS - 6:
+            self.armed_in = restart
             self.timer = threading.Timer(self.dice.random() * 0.3, self.kill)
             self.timer.start()
 
@@ -90,7 +92,6 @@ class RandomKiller:
                 continue
             self.done += 1
         self.left -= 1
-        self.timer = None
 
 
 def scripted(dice: random.Random, nproc: int, kills: int) -> Faults:
