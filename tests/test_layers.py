@@ -18,7 +18,7 @@ def name_of(path):
 MODULES = {name_of(path): path for path in sorted(SOURCE.rglob("*.py"))}
 
 LAYERS = {
-    "values": ["errors", "config", "world", "machines"],
+    "values": ["errors", "config", "schedulers", "world", "machines"],
     "ground": ["sharedmem", "heartbeat", "allocator", "seeding", "log", "guests", "devices"],
     "sums": ["tree", "collectives"],
     "parts": [
@@ -59,6 +59,7 @@ LEVEL = {module: level for level, modules in enumerate(LAYERS.values()) for modu
 NO_TORCH = [
     "errors",
     "config",
+    "schedulers",
     "world",
     "machines",
     "objects",

@@ -158,7 +158,8 @@ def launch(main: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """
     opts = LaunchOptions.of(options)
     started = time.time()
-    if world.placement() is not None:
+    place = world.placement()
+    if place is not None:
         from evenstep import worker
 
         if not opts.join:
@@ -166,6 +167,8 @@ def launch(main: Callable[..., Any], *args: Any, **options: Any) -> Any:
                 "launch: join=False needs this process to launch the workers, but it is a worker itself, "
                 "started by torchrun. Leave out join=False, or start the script with python."
             )
+        if place.meeting is not None and place.rank == 0:
+            _check_port(*place.meeting)
         return worker.run_here(main, args, _setting(opts, started)[0])
     where = machines.machines_of(opts.nnodes, opts.rdzv_endpoint, opts.rdzv_id)
     if where is not None and opts.nproc_min is not None:
@@ -310,7 +313,8 @@ def _setting(opts: LaunchOptions, started: float) -> tuple[Setting, int]:
             f"process. Use {fewer}--backend gloo."
         )
     # On several machines lanes and threads are settled when they meet; this is the offer.
-    is_exact = opts.mode == "exact" and opts.rdzv_endpoint is None
+    is_alone = place.num_nodes == 1 if place else opts.rdzv_endpoint is None
+    is_exact = opts.mode == "exact" and is_alone
     threads = opts.threads or (
         world.default_threads(lanes) if is_exact else max(1, world.num_cores() // nproc)
     )
@@ -327,9 +331,7 @@ def _setting(opts: LaunchOptions, started: float) -> tuple[Setting, int]:
         log_level=opts.log_level,
         log_rotation=opts.log_rotation,
         log_diagnose=opts.log_diagnose,
-        watch=health.Watch(
-            hang_after=opts.hang_after or 0.0, on_hang=opts.on_hang, timeout_s=opts.timeout_s
-        ),
+        watch=health.Watch(hang_after=opts.hang_after or 0.0, on_hang=opts.on_hang, timeout_s=opts.timeout_s),
         started=started,
         fault=None if opts.fault is None else bytes(cloudpickle.dumps(opts.fault)),
     )
@@ -388,6 +390,21 @@ def _check_master_port() -> None:
             raise MachineError(
                 f"{host}:{text} (MASTER_ADDR, MASTER_PORT) cannot be used: {error.strerror}{owner}. Unset "
                 "MASTER_PORT (a run on one machine needs no port), or set it to a free one."
+            ) from None
+
+
+def _check_port(host: str, port: int) -> None:
+    """Raise MachineError if the port at which the processes are to meet is taken."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            pid = port_owner(port)
+            owner = f", held by process {pid}" if pid is not None else ""
+            raise MachineError(
+                f"{host}:{port}, where the processes were to meet, cannot be used: {error.strerror}{owner}. "
+                "Set MASTER_PORT to a free port in the script of the job."
             ) from None
 
 

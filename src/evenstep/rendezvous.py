@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import json
 import math
 import threading
@@ -352,7 +353,7 @@ class Meeting(RendezvousHandler):
         while True:
             try:
                 info = self._within(self._handler.next_rendezvous)
-                return self._within(lambda: self._agree(info, before))
+                return self._within(functools.partial(self._agree, info, before))
             except RuntimeError as error:
                 if "timeout" not in str(error) or time.monotonic() > end:
                     raise

@@ -24,7 +24,19 @@ from loguru import logger
 from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from evenstep import allocator, devices, failure, health, log, memory, seeding, sharedmem, stopping, world
+from evenstep import (
+    allocator,
+    devices,
+    failure,
+    health,
+    log,
+    machines,
+    memory,
+    seeding,
+    sharedmem,
+    stopping,
+    world,
+)
 from evenstep.channel import Line
 from evenstep.errors import ConfigError, EvenstepError, MachineError
 from evenstep.machines import Machines
@@ -188,7 +200,9 @@ def run_here(main: Callable[..., Any], args: tuple[Any, ...], setting: Setting) 
         stores.append(PrefixStore(f"evenstep/{place.restart}/{launches}", shared))
         return int(launches)
 
-    shared = world.variables(devices.variables(setting.devices, place.local_world_size))
+    shared = world.variables(
+        {**devices.variables(setting.devices, place.local_world_size), **place.variables(), **_gloo(place)}
+    )
     try:
         with shared:
             directory = sharedmem.of_torchrun(place.run_id, os.getppid()) / f"launch-{first_store()}"
@@ -216,6 +230,14 @@ def run_here(main: Callable[..., Any], args: tuple[Any, ...], setting: Setting) 
             text = failure.report([record], {}, world_size=place.world_size, log_path=path)
             sys.stderr.write(text + "\n")
         raise SystemExit(record.exit_code) from None
+
+
+def _gloo(place: world.Placement) -> dict[str, str]:
+    """Return the variable with the interface on which the machines reach each other, if there are several."""
+    host = place.meeting[0] if place.meeting else world.variable("MASTER_ADDR")
+    if place.num_nodes == 1 or not host:
+        return {}
+    return machines.gloo_interface(machines.local_address(host))
 
 
 def _is_first_to_fail(stores: list[Any]) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from evenstep import schedulers
 from evenstep.errors import ConfigError, MachineError
 
 
@@ -197,6 +198,21 @@ class Placement:
     restart: int
     launcher: str
     run_id: str = "none"
+    meeting: tuple[str, int] | None = None
+    """Where the processes meet, if the launcher has not put it into MASTER_ADDR and MASTER_PORT."""
+
+    def variables(self) -> dict[str, str]:
+        """The variables that torch reads, for a launcher that sets others."""
+        if self.meeting is None:
+            return {}
+        values = {"RANK": self.rank, "WORLD_SIZE": self.world_size, "LOCAL_RANK": self.local_rank}
+        host, port = self.meeting
+        return {name: str(value) for name, value in values.items()} | {
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "GROUP_RANK": str(self.node_rank),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+        }
 
 
 def _number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
@@ -215,7 +231,9 @@ def _number(environ: Mapping[str, str], name: str, default: str | None = None) -
 
 
 def placement(environ: Mapping[str, str] | None = None) -> Placement | None:
-    """Return the place given by torchrun's variables, or None if no launcher started this process.
+    """Return the place given by another launcher's variables; None if none started this process.
+
+    Launchers are torchrun, ``srun`` (Slurm), Kubeflow's PyTorchJob, and whatever sets torchrun's variables.
 
     Args:
         environ: the variables; by default those of this process.
@@ -225,7 +243,18 @@ def placement(environ: Mapping[str, str] | None = None) -> Placement | None:
     """
     env = os.environ if environ is None else environ
     if "RANK" not in env:
-        return None
+        if not schedulers.is_slurm_task(env):
+            return None
+        return Placement(
+            **schedulers.slurm_place(env),
+            restart=0,
+            launcher="srun",
+            run_id=f"slurm-{env.get('SLURM_JOB_ID', 'none')}-{env['SLURM_STEP_ID']}",
+            meeting=schedulers.slurm_meeting(env),
+        )
+    if schedulers.is_pytorchjob(env):
+        place = schedulers.pytorchjob_place(env)
+        return Placement(**place, restart=0, launcher="the PyTorchJob", run_id="pytorchjob")
     world_size = _number(env, "WORLD_SIZE")
     local_world_size = _number(env, "LOCAL_WORLD_SIZE", env.get("WORLD_SIZE"))
     return Placement(
