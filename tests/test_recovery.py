@@ -244,8 +244,7 @@ def test_two_runs_at_once_do_not_touch_each_other(undisturbed):
 TORCHRUN = """
     import sys
     sys.path.insert(0, {tests!r})
-    from evenstep.jobs import train_job
-from evenstep.launcher import launch
+    from evenstep.launcher import launch
     from evenstep.testing import kill_at
     from test_recovery import outcome
 
