@@ -1,8 +1,8 @@
 """Heartbeats: where each process of this machine is, in a small file that all of them map into memory.
 
 A process writes its row after each committed step, and some times within one what it is about to do. That
-takes about a microsecond each time: no system call but for the clock, no lock. The file outlives the processes, so it also
-says how far the run had come before they died.
+takes about a microsecond each time: no system call but for the clock, no lock. The file outlives the
+processes, so it also says how far the run had come before they died.
 """
 
 from __future__ import annotations
