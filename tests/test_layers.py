@@ -25,6 +25,9 @@ LAYERS = {
         *(
             "agreement",
             "lanes",
+            "handover",
+            "globalnorm",
+            "globallanes",
             "staging",
             "objects",
             "storable",

@@ -149,6 +149,8 @@ class ModelConfig:
     """Arithmetic of the forward pass; the weights stay fp32."""
     unused_parameters: Literal["error", "allow"] = "error"
     """What to do when a parameter gets no gradient."""
+    batchnorm: Literal["lane", "global"] = "lane"
+    """What BatchNorm normalises with: each lane's own samples, or the whole global batch (slower)."""
 
     def __post_init__(self) -> None:
         if ":" not in self.model and self.model not in MODELS:

@@ -252,6 +252,7 @@ def _state(config: TrainConfig, source: Source, steps_per_epoch: int | None, wor
         precision=config.model.precision,
         unused_parameters=config.model.unused_parameters,
         compile=config.model.compile,
+        batchnorm=config.model.batchnorm,
         world=world,
     )
     state.double_lanes_on_oom = config.process.lanes_on_oom

@@ -127,11 +127,7 @@ class Lanes:
     def begin(self, step: int = 0) -> None:
         """Start step number ``step``: no gradient, and the running statistics remembered."""
         if self._is_open and self._world.world_size > 1:
-            raise ConfigError(
-                f"step {step} failed before its gradients were summed, and the error was caught: the other "
-                "ranks still wait in that step, so no further one can begin. Let the error of train_step end "
-                "main; all ranks then go on from the last step (--max-restarts), or end together."
-            )
+            raise still_open_error(step)
         self._is_open = True
         self._step = step
         for p in self._params:
@@ -249,7 +245,7 @@ class Lanes:
             gradients = [p.grad for p in self._params]
         missing = [i for i, g in enumerate(gradients) if g is None]
         if missing and not self._allow_unused:
-            raise _unused_error([self._names[i] for i in missing])
+            raise unused_error([self._names[i] for i in missing])
         if self._size and self._allow_unused:
             used = [g is not None for g in gradients]
             self._used |= torch.tensor(used, dtype=torch.uint8, device=self._device)
@@ -339,7 +335,7 @@ class Lanes:
         if self._world.fault is not None:
             self._world.fault("in_reduce", self._step)
         buffer, params = bucket.buffer(), bucket.parameters()
-        gradients = _views(buffer, params)
+        gradients = param_views(buffer, params)
         index = [self._index[id(p)] for p in params]
         if not self._size:
             buffer.zero_()
@@ -356,7 +352,7 @@ class Lanes:
         rest = self._gradients[: len(self._gradients) - num_merges]
         nodes = [torch.empty_like(buffer) for _ in rest]
         for node, earlier in zip(nodes, rest, strict=True):
-            torch._foreach_copy_(_views(node, params), [earlier[i] for i in index])
+            torch._foreach_copy_(param_views(node, params), [earlier[i] for i in index])
         assert self._thread is not None
         return self._thread.submit(lambda: _reduced([*nodes, buffer], self._exchange, buffer))
 
@@ -366,7 +362,7 @@ def _reduced(nodes: Sequence[Tensor], exchange: Exchange, out: Tensor) -> Tensor
     return out
 
 
-def _views(buffer: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
+def param_views(buffer: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
     """Return each parameter's gradient in a bucket, as DDP lays it out: in the parameter's own strides.
 
     GradBucket.gradients() takes all of them for contiguous, which a channels_last weight is not.
@@ -386,8 +382,9 @@ def _check_layers(module: nn.Module) -> None:
             raise ConfigError(
                 f"the layer {name!r} is a torch.nn.SyncBatchNorm, which adds up its statistics in an order "
                 "that depends on the number of processes, and would wait for ever where one of them has more "
-                "lanes than another. Use torch.nn.BatchNorm1d, 2d or 3d: each lane normalises with its own "
-                "samples. For torch's layer, which needs GPUs, pass --mode fast."
+                "lanes than another. Pass --batchnorm global: then it has its statistics over the global "
+                "batch with the same bits everywhere. Or use torch.nn.BatchNorm1d, 2d or 3d, where each lane "
+                "normalises with its own samples. For torch's layer, which needs GPUs, pass --mode fast."
             )
 
 
@@ -422,7 +419,17 @@ def _wrap(module: nn.Module, device: torch.device, *, find_unused: bool) -> Dist
     )
 
 
-def _unused_error(names: list[str]) -> ConfigError:
+def still_open_error(step: int) -> ConfigError:
+    """Return the error for a step that follows on one that failed on this rank alone."""
+    return ConfigError(
+        f"step {step} failed before its gradients were summed, and the error was caught: the other "
+        "ranks still wait in that step, so no further one can begin. Let the error of train_step end "
+        "main; all ranks then go on from the last step (--max-restarts), or end together."
+    )
+
+
+def unused_error(names: list[str]) -> ConfigError:
+    """Return the error for parameters that have got no gradient."""
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return ConfigError(
         f"no gradient for the parameters {shown}: the loss does not depend on them, so they would never be "

@@ -125,14 +125,24 @@ def _seed_host(state: int) -> None:
     torch.default_generator.manual_seed(state)
 
 
+def random_states() -> tuple[Any, Any, torch.Tensor]:
+    """Return the random states of Python, numpy and torch (CPU)."""
+    return random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+
+
+def set_random_states(states: tuple[Any, Any, torch.Tensor]) -> None:
+    """Put back what :func:`random_states` returned."""
+    python_state, numpy_state, torch_state = states
+    random.setstate(python_state)
+    np.random.set_state(numpy_state)
+    torch.default_generator.set_state(torch_state)
+
+
 @contextlib.contextmanager
 def preserved_rng() -> Iterator[None]:
     """Put the random states of Python, numpy and torch (CPU) back at the end of a ``with`` block."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    torch_state = torch.default_generator.get_state()
+    states = random_states()
     try:
         yield
     finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        torch.default_generator.set_state(torch_state)
+        set_random_states(states)

@@ -17,10 +17,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+
+from evenstep.globalnorm import GlobalBatchNorm
 
 _AVERAGED = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -29,17 +32,18 @@ class Staging:
     """The buffers of one model during one step."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._norms = [m for m in model.modules() if isinstance(m, _NormBase) and m.running_mean is not None]
+        self._norms = [m for m in model.modules() if _is_averaged(m) and m.running_mean is not None]
         self._others = [
             (module, name)
             for module in model.modules()
             for name in module._buffers
-            if not (isinstance(module, _NormBase) and name in _AVERAGED)
+            if not (_is_averaged(module) and name in _AVERAGED)
         ]
         self._floats: list[Tensor] = []
         self._counts: list[Tensor] = []
         self._old_floats: list[Tensor] = []
         self._old_counts: list[Tensor] = []
+        self._versions: list[int] = []
         # What each other buffer was before the step: itself, a copy, and its version at the copy.
         self._old_others: list[tuple[Tensor | None, Tensor | None, int]] = [(None, None, -1)] * len(
             self._others
@@ -55,6 +59,7 @@ class Staging:
         self._counts = [m.num_batches_tracked for m in active if m.num_batches_tracked is not None]
         self._old_floats = [buffer.clone() for buffer in self._floats]
         self._old_counts = [count.clone() for count in self._counts]
+        self._versions = [buffer._version for buffer in (*self._floats, *self._counts)]
         self._new_others = {}
         for number, now in enumerate(self._now()):
             buffer, _, version = self._old_others[number]
@@ -114,6 +119,21 @@ class Staging:
     def others(self, values: dict[int, Tensor | None]) -> None:
         self._new_others = values
 
+    def first_changed(self) -> str | None:
+        """Return a text that names a buffer that a forward pass has changed since ``begin``, if there is one.
+
+        For lanes that cannot be told apart by their order, and so must not change any.
+        """
+        for number, now in enumerate(self._now()):
+            if self._is_changed(number, now):
+                module, name = self._others[number]
+                return f"the buffer {name!r} of a {type(module).__name__}"
+        changed = [
+            buffer._version != version
+            for buffer, version in zip([*self._floats, *self._counts], self._versions, strict=True)
+        ]
+        return "the running statistics of a layer" if any(changed) else None
+
     def commit(self, total: Tensor) -> None:
         """Make the sum of what the lanes gave the model's statistics, and put the other buffers in."""
         sizes = [buffer.numel() for buffer in self._floats]
@@ -158,6 +178,11 @@ class Staging:
     def _is_changed(self, number: int, now: Tensor | None) -> bool:
         buffer, _, version = self._old_others[number]
         return now is not buffer or (now is not None and now._version != version)
+
+
+def _is_averaged(module: nn.Module) -> TypeGuard[_NormBase]:
+    """Whether a layer's statistics are those of each lane; over the global batch there are no others."""
+    return isinstance(module, _NormBase) and not isinstance(module, GlobalBatchNorm)
 
 
 def _remembered(buffer: Tensor | None) -> tuple[Tensor | None, Tensor | None, int]:

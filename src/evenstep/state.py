@@ -20,6 +20,7 @@ from evenstep import checkpoint
 from evenstep.checkpoint import Checkpoint
 from evenstep.data.batch import Batch
 from evenstep.errors import CheckpointError, ConfigError, DivergedError
+from evenstep.globallanes import GlobalLanes
 from evenstep.heartbeat import Activity, Phase, now
 from evenstep.lanes import Lanes
 from evenstep.optim import Schedule, apply_schedule
@@ -53,6 +54,7 @@ class Numerics:
     mode: str
     precision: str
     compile: bool
+    batchnorm: str
     device: str
     torch: str
 
@@ -120,6 +122,8 @@ class TrainState:
         precision: ``fp32``, or ``bf16`` or ``fp16`` for the forward pass (autocast; the weights stay fp32).
         unused_parameters: ``error`` or ``allow`` parameters that get no gradient.
         compile: run the model through torch.compile.
+        batchnorm: what BatchNorm normalises with: the samples of each ``lane``, or of the ``global`` batch.
+            For the latter the model's BatchNorm and SyncBatchNorm layers are converted in place.
         extras: more objects with ``state_dict`` and ``load_state_dict`` that must survive.
         world: the world; by default the current one.
 
@@ -148,11 +152,19 @@ class TrainState:
         precision: Literal["fp32", "bf16", "fp16"] = "fp32",
         unused_parameters: Literal["error", "allow"] = "error",
         compile: bool = False,
+        batchnorm: Literal["lane", "global"] = "lane",
         extras: Mapping[str, Stateful] | None = None,
         world: World | None = None,
     ) -> None:
         if precision not in ("fp32", "bf16", "fp16"):
             raise ConfigError(f"precision is {precision!r}; choose fp32, bf16 or fp16 (--precision bf16).")
+        if batchnorm not in ("lane", "global"):
+            raise ConfigError(f"batchnorm is {batchnorm!r}; choose lane or global (--batchnorm global).")
+        if batchnorm == "global" and compile:
+            raise ConfigError(
+                "--batchnorm global cannot go with --compile: lanes have to leave the model at every "
+                "BatchNorm layer to meet, and compiled code does not let them. Leave one of the two out."
+            )
         self.world = world or current()
         self.device = torch.device(self.world.device)
         self.model = model.to(self.device)
@@ -177,7 +189,8 @@ class TrainState:
         self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
         called: Any = torch.compile(self.model) if compile else self.model
-        self.lanes = Lanes(called, self.world, unused_parameters=unused_parameters)
+        lanes = GlobalLanes if batchnorm == "global" else Lanes
+        self.lanes = lanes(called, self.world, unused_parameters=unused_parameters)
         # After Lanes, because DDP has made rank 0's weights everybody's by then.
         self.ema: nn.Module | None = None
         self._averaged: AveragedModel | None = None
@@ -191,6 +204,7 @@ class TrainState:
             mode=self.world.mode,
             precision=precision,
             compile=compile,
+            batchnorm=batchnorm,
             device=_device_name(self.device),
             torch=torch.__version__.split("+")[0],
         )

@@ -102,6 +102,8 @@ class World:
     """Set by a signal handler: this process wishes to stop. All ranks then stop after the same step."""
     staged: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, compare=False, repr=False)
     """The buffers of all models in training (staging.Staging): each lane has to start from the same ones."""
+    meeting_places: list[Any] = field(default_factory=list, compare=False, repr=False)
+    """Where lanes meet that normalise over the global batch (globalnorm.Places), once a model has them."""
     pending: set[Pending] = field(default_factory=set, compare=False, repr=False)
     """What must end before this process does, such as the writing of a checkpoint."""
     recovery: Any = field(default=None, compare=False, repr=False)

@@ -1,0 +1,297 @@
+"""Lanes whose BatchNorm layers have their statistics over the global batch (``--batchnorm global``).
+
+All lanes of a process are in the same step at once, each in a thread of its own of which only one runs
+(handover.py). They meet at every BatchNorm layer, in forward and again in backward, and at the end of both.
+At a meeting each lane brings a vector of a fixed length with the place's number in front, so that lanes that
+have come to different places are found on every rank at once, and nobody waits.
+
+There is no DDP here: gradients are taken from autograd lane by lane, added along the tree, and exchanged in
+pieces after backward. What lanes bring is added along the same tree, so all bits are those of any other
+world size.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from evenstep.agreement import check_same_model
+from evenstep.collectives import Exchange, reduce_nodes
+from evenstep.data.batch import Batch, LaneBatch
+from evenstep.errors import ConfigError
+from evenstep.globalnorm import BACKWARD_ENDS, FORWARD_ENDS, GlobalBatchNorm, convert, places_of
+from evenstep.handover import HandOver
+from evenstep.heartbeat import Activity, now
+from evenstep.lanes import Forward, Totals, Watched, param_views, still_open_error, unused_error
+from evenstep.seeding import seed_step
+from evenstep.staging import Staging
+from evenstep.tree import merges_after_lane
+from evenstep.world import World
+
+_PIECE_BYTES = 25 * 1024 * 1024
+_HEADER = 3  # how many lanes have come, the sum of their places' numbers, and of the squares of these
+
+
+class GlobalLanes:
+    """The lanes of this process for one model, as ``evenstep.lanes.Lanes``, with BatchNorm over all of them.
+
+    The model's BatchNorm layers are converted in place (globalnorm.convert).
+    Collective: every rank must do the same.
+
+    Raises:
+        ConfigError: a layer cannot be converted, or a process would have several lanes on a GPU.
+    """
+
+    def __init__(self, module: nn.Module, world: World, *, unused_parameters: str = "error") -> None:
+        if torch.device(world.device).type == "cuda" and world.lanes > world.world_size:
+            raise ConfigError(
+                f"--batchnorm global with {world.lanes} lanes on {world.world_size} processes: on GPUs each "
+                "process can have one lane only, because torch runs the backward pass of all lanes in one "
+                f"thread there, where they cannot wait for each other. Start {world.lanes} processes "
+                f"(--nproc {world.lanes}), use --lanes {world.world_size}, or pass --batchnorm lane."
+            )
+        self._world = world
+        self._allow_unused = unused_parameters == "allow"
+        self._module = module
+        self._device = torch.device(world.device)
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        self._names = [name for name, _ in named]
+        self._params = [p for _, p in named]
+        self._places = places_of(world)
+        convert(module, self._places)
+        self._layers = {id(layer) for layer in module.modules() if isinstance(layer, GlobalBatchNorm)}
+        self._staging = Staging(module)
+        world.staged.add(self._staging)
+        self._merges = merges_after_lane(world.own_lanes, world.lanes)
+        self._exchange = Exchange.of(world)
+        self._waited_s, self._num_steps = 0.0, 0
+        self._is_open = False
+        if world.world_size > 1:
+            check_same_model(module, world)
+            _take_over_from_rank_0(module)
+
+    def close(self) -> None:
+        """Do nothing: no thread outlives a step."""
+
+    @property
+    def wait_per_step_s(self) -> float | None:
+        """Seconds of a step between the end of backward and the end of its sums, the mean over all steps.
+
+        None where it is not known: on a GPU.
+        """
+        if self._world.world_size == 1 or not self._num_steps:
+            return 0.0
+        return None if self._device.type == "cuda" else self._waited_s / self._num_steps
+
+    def begin(self, step: int = 0) -> None:
+        """Start step number ``step``: no gradient, and the buffers remembered."""
+        if self._is_open and self._world.world_size > 1:
+            raise still_open_error(step)
+        self._is_open = True
+        self._step = step
+        for p in self._params:
+            p.grad = None
+        self._staged = [self._staging, *(other for other in self._world.staged if other is not self._staging)]
+        for staging in self._staged:
+            staging.begin()
+        self._gradients: list[list[Tensor]] = []  # the stack of subtree sums, one tensor a parameter
+        self._records: list[tuple[GlobalBatchNorm, Tensor, Tensor]] = []
+        self._totals: Tensor | None = None
+        self._used = torch.zeros(len(self._params), dtype=torch.uint8, device=self._device)
+
+    def run(
+        self, batch: Batch, forward: Forward, *, scale: Callable[[Tensor], Tensor], watched: Watched
+    ) -> Totals:
+        """Run the forward and the backward pass of every own lane, and leave the sums in ``.grad``.
+
+        Arguments as for ``Lanes.run``.
+
+        Raises:
+            ConfigError: on every rank, if lanes have come to different layers.
+        """
+        tasks = [
+            functools.partial(self._run_lane, number, batch, forward, scale, watched)
+            for number in range(len(batch.lanes))
+        ]
+        self._is_stand_in = [part.size == 0 for part in batch.lanes]
+        self._lanes = HandOver(tasks, self._sum)
+        self._places.meeting = self
+        try:
+            self._lanes.run()
+        finally:
+            self._places.meeting = None
+            for staging in self._staged:
+                staging.rollback()
+        start = time.perf_counter()
+        self._reduce()
+        self._waited_s, self._num_steps = self._waited_s + time.perf_counter() - start, self._num_steps + 1
+        self._is_open = False
+        assert self._totals is not None
+        loss, count, stop = self._totals[:3]
+        return Totals(loss, count, stop)
+
+    def commit(self) -> None:
+        """Let the running statistics take in those of this step."""
+        with torch.no_grad():
+            for layer, mean, var in self._records:
+                layer.update(mean, var)
+        for staging in self._staged:
+            staging.end()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the lane that runs has no samples, so that its batch is a stand-in."""
+        return self._is_stand_in[self._lanes.current]
+
+    def meet(self, place: int, values: Tensor | None) -> Tensor:
+        """Return the sum of what all lanes bring to ``place``, at least as long as ``values`` (float64).
+
+        Called from within a lane's forward or backward pass. Collective: every lane must come.
+        """
+        total: Tensor = self._lanes.arrive((place, values))
+        return total
+
+    def record(self, layer: GlobalBatchNorm, mean: Tensor, var: Tensor) -> None:
+        """Remember a layer's statistics for the commit, once for all lanes of this process.
+
+        Not those of a forward pass that activation checkpointing repeats, nor of another model's layer.
+        """
+        if self._lanes.current == 0 and self._totals is None and id(layer) in self._layers:
+            self._records.append((layer, mean, var))
+
+    def _run_lane(
+        self, number: int, batch: Batch, forward: Forward, scale: Callable[[Tensor], Tensor], watched: Watched
+    ) -> None:
+        part = batch.lanes[number]
+        seed_step(self._world.seed, batch.step, part.lane, self._device)
+        with watched(part):
+            loss, count = forward(part, self._module)
+            self._check_buffers()
+            wishes_to_stop = part is batch.lanes[-1] and self._world.stop.is_set()
+            values = torch.zeros(3, dtype=torch.float64, device=self._device)
+            if part.size:
+                values[0], values[1] = loss.detach(), count
+            values[2] = float(wishes_to_stop)
+            totals = self.meet(FORWARD_ENDS, values)
+            self._totals = totals
+            now(self._world, Activity.REDUCE)
+            if self._world.fault is not None:
+                self._world.fault("before_reduce", self._step)
+            gradients = torch.autograd.grad(scale(loss), self._params, allow_unused=True)
+            self.meet(BACKWARD_ENDS, None)
+            self._add(gradients, part)  # only now, when lanes surely come in their order
+
+    def _check_buffers(self) -> None:
+        for staging in self._staged:
+            changed = staging.first_changed()
+            if changed is not None:
+                raise ConfigError(
+                    f"the forward pass changes {changed}. With --batchnorm global all lanes of a process are "
+                    "in the forward pass at once and would find each other's changes. Use a layer without "
+                    "such a buffer (InstanceNorm with track_running_stats=False), give all models in the "
+                    'step batchnorm="global", or pass --batchnorm lane.'
+                )
+
+    def _add(self, gradients: Sequence[Tensor | None], part: LaneBatch) -> None:
+        """Put a lane's gradient on the stack and make the sums of the tree that are due."""
+        missing = [i for i, g in enumerate(gradients) if g is None]
+        if missing and not self._allow_unused:
+            raise unused_error([self._names[i] for i in missing])
+        if part.size:
+            used = [g is not None for g in gradients]
+            self._used |= torch.tensor(used, dtype=torch.uint8, device=self._device)
+        self._gradients.append(
+            [
+                torch.zeros_like(p) if g is None or not part.size else g
+                for p, g in zip(self._params, gradients, strict=True)
+            ]
+        )
+        for _ in range(self._merges[part.lane - self._world.own_lanes.start]):
+            right = self._gradients.pop()
+            torch._foreach_add_(self._gradients[-1], right)
+
+    def _sum(self, brought: list[tuple[int, Tensor | None]]) -> Tensor:
+        """Return the sum of what all lanes of all processes have brought. Collective."""
+        width = max(self._places.width, 3)
+        stack: list[Tensor] = []
+        for (place, values), num_merges in zip(brought, self._merges, strict=True):
+            row = torch.zeros(_HEADER + width, dtype=torch.float64)
+            row[0], row[1], row[2] = 1, place, place * place
+            row = row.to(self._device)
+            if values is not None:
+                row[_HEADER : _HEADER + len(values)] = values
+            stack.append(row)
+            for _ in range(num_merges):
+                right = stack.pop()
+                stack[-1].add_(right)
+        total = stack[0]
+        if self._world.world_size > 1:
+            total = torch.empty_like(stack[0])
+            reduce_nodes(stack, self._exchange, total)
+        num_lanes, places, squares = (int(n) for n in total[:_HEADER].tolist())
+        # The mean of squares is the square of the mean only where all are equal; whole numbers are exact.
+        if num_lanes * squares != places * places:
+            self._raise_apart([place for place, _ in brought])
+        return total[_HEADER:]
+
+    def _raise_apart(self, own: list[int]) -> None:
+        everybody: list[Any] = [own]
+        if self._world.world_size > 1:
+            everybody = [None] * self._world.world_size
+            dist.all_gather_object(everybody, own)
+        places = [place for part in everybody for place in part]
+        other = next(lane for lane, place in enumerate(places) if place != places[0])
+        raise ConfigError(
+            f"in step {self._step}, lane 0 has come to {self._places.describe(places[0])}, but lane {other} "
+            f"to {self._places.describe(places[other])}. With --batchnorm global every lane has to use the "
+            "same BatchNorm layers in the same order, because they share their statistics. Let the model's "
+            "path not depend on the data, or pass --batchnorm lane."
+        )
+
+    def _reduce(self) -> None:
+        """Exchange the subtree sums and leave the whole tree's in ``.grad``, each in its weight's strides."""
+        if self._world.fault is not None:
+            self._world.fault("in_reduce", self._step)
+        if self._allow_unused and self._world.world_size > 1:
+            dist.all_reduce(self._used, op=dist.ReduceOp.MAX)
+        for piece in self._pieces():
+            params = [self._params[i] for i in piece]
+            nodes = [params[0].new_empty(sum(p.numel() for p in params)) for _ in self._gradients]
+            for node, gradients in zip(nodes, self._gradients, strict=True):
+                torch._foreach_copy_(param_views(node, params), [gradients[i] for i in piece])
+            if self._world.world_size > 1:
+                reduce_nodes(nodes, self._exchange, nodes[0])
+            for i, p, gradient in zip(piece, params, param_views(nodes[0], params), strict=True):
+                p.grad = gradient if not self._allow_unused or self._used[i] else None
+        self._gradients = []
+
+    def _pieces(self) -> list[list[int]]:
+        """Return the numbers of the parameters, piece by piece, in pieces of one dtype."""
+        pieces: list[list[int]] = []
+        last: dict[torch.dtype, int] = {}
+        sizes: list[int] = []
+        for i, p in enumerate(self._params):
+            size = p.numel() * p.element_size()
+            at = last.get(p.dtype)
+            if at is None or sizes[at] + size > _PIECE_BYTES:
+                at = last[p.dtype] = len(pieces)
+                pieces.append([])
+                sizes.append(0)
+            pieces[at].append(i)
+            sizes[at] += size
+        return pieces
+
+
+def _take_over_from_rank_0(module: nn.Module) -> None:
+    """Make rank 0's parameters and buffers everybody's, as DDP does. Collective: every rank must call."""
+    with torch.no_grad():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            sent = tensor.detach().contiguous()
+            dist.broadcast(sent, src=0)
+            tensor.copy_(sent)
