@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from evenstep import evaluate, health
+from evenstep import cli, evaluate, health
+from evenstep.config import from_flat
 from evenstep.errors import ConfigError, MemoryExhaustedError, WorkerError
 from evenstep.failure import Frame
 from evenstep.health import Place, Watch, describe
@@ -454,6 +455,79 @@ def test_under_torchrun_the_first_process_reports(tmp_path):
     assert "rank 1 has not arrived: in user code since" in done.stderr
     assert "in main: time.sleep(600)" in done.stderr
     assert "rank 0 waits for it in barrier at" in done.stderr
+
+
+class Watched:
+    """A data set that notes what the heartbeat says while it is read."""
+
+    def __init__(self, note):
+        self.note = note
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        import torch
+
+        self.note("data")
+        return torch.ones(2), 0
+
+
+def test_the_heartbeat_shows_what_a_rank_is_about():
+    def main(world):
+        import torch
+
+        from evenstep import Loader, TrainState, cross_entropy, train_step
+
+        seen = {}
+
+        def note(where):
+            beat = world.recovery.pulse.beats.read()[0]
+            seen.setdefault(where, set()).add((beat.activity, beat.evaluations))
+
+        class Backward(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                note("forward")
+                return x * 1
+
+            @staticmethod
+            def backward(ctx, gradient):
+                note("backward")
+                return gradient
+
+        def loss(model, batch):
+            return cross_entropy()(lambda x: Backward.apply(model(x)), batch)
+
+        def metrics(model, batch):
+            note("evaluate")
+            return {"mean": model(batch[0]).mean()}
+
+        model = torch.nn.Linear(2, 2)
+        state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in Loader(Watched(note), 4).batches(state, epochs=1):
+            note("loop")
+            train_step(state, batch, loss)
+            note("loop")
+        evaluate(model, Watched(lambda _: None), metrics)
+        note("loop")
+        return seen
+
+    alone = run_ranks(main, 1)[0]
+    assert alone == {
+        "data": {(Activity.DATA, 0)},
+        "forward": {(Activity.FORWARD, 0)},
+        "backward": {(Activity.REDUCE, 0)},
+        "evaluate": {(Activity.EVALUATE, 0)},
+        "loop": {(Activity.USER, 0)},
+    }
+    assert run_ranks(main, 2)[0]["loop"] == {(Activity.USER, 0), (Activity.USER, 1)}
+
+
+def test_the_command_passes_the_options_on():
+    given = cli._launch_options(from_flat({"hang_after": 5.0, "on_hang": "abort"}))
+    assert (given["hang_after"], given["on_hang"]) == (5.0, "abort")
+    assert health.Watch(hang_after=0.0).on_hang == "wait"
 
 
 @pytest.mark.parametrize("values", [{"on_hang": "stop"}, {"hang_after": -1}])
