@@ -18,7 +18,7 @@ from evenstep.errors import ConfigError
 from evenstep.globalnorm import GlobalBatchNorm2d
 from evenstep.handover import HandOver
 from evenstep.state import Numerics
-from evenstep.testing import run_ranks
+from evenstep.testing import kill_at, run_ranks
 from evenstep.world import World
 from worlds import digest, images, trained
 
@@ -305,13 +305,15 @@ def part_of_a_run(world, steps):
     return digest(state), state.train_loss, state.step
 
 
-def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
+def test_a_run_goes_on_with_another_number_of_processes_and_after_a_kill(tmp_path):
     def part(steps, n, directory, **options):
         return run_ranks(part_of_a_run, n, steps, lanes=4, run_dir=str(tmp_path / directory), **options)
 
     whole = part(5, 2, "whole")[0]
     part(2, 3, "parts")
     assert part(5, 1, "parts", resume=True) == [whole]
+    # A process dies while its second lane waits to begin backward.
+    assert part(5, 2, "killed", fault=kill_at(1, 3)) == [whole] * 2
 
 
 class Own(nn.BatchNorm1d):
