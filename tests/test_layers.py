@@ -48,7 +48,7 @@ LAYERS = {
     "the step": ["state", "memory", "step", "evaluation", "drift", "predictions", "timing", "loop"],
     "the run": [
         *("agent", "rendezvous", "program", "stopping"),
-        *("jobs", "launcher", "worker", "channel", "preload", "health", "failure", "reporter", "report"),
+        *("jobs", "launcher", "worker", "channel", "preload", "stacks", "health", "failure", "reporter", "report"),
         *("records", "watch", "track"),
     ],
     "tools": [

@@ -12,34 +12,24 @@ each machine.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import os
-import re
-import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
 from evenstep import failure
 from evenstep.errors import WorkerError
 from evenstep.failure import Frame
 from evenstep.heartbeat import Activity, Beat, Heartbeats, Phase
 from evenstep.recovery import Recovery, end_process
+from evenstep.stacks import ask, children_of, stack_file, state_of
 
-SIGNAL = signal.SIGUSR2
-"""Asks a process for its stacks. SIGUSR1 has a meaning already: stop and save (Slurm sends it)."""
-
-_ANSWER_S = 2.0
-_STILL_S = 0.02
+_JOIN_S = 2.0
 _MOST_LINES = 16
 _MOST_CALLERS = 3
-
-_THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+).*:$")
-_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 
 _DOING = {
     Activity.USER: "in user code",
@@ -118,88 +108,6 @@ class Hang:
     missing: tuple[int, ...]
     is_sure: bool
     is_meant: bool = False
-
-
-def stack_file(directory: str | Path, rank: int, restart: int) -> Path:
-    """Return the file into which a process writes its stacks."""
-    return Path(directory) / f"stacks-{restart}-{rank}.txt"
-
-
-@contextlib.contextmanager
-def answering(directory: str | Path, rank: int, restart: int) -> Iterator[None]:
-    """Answer the question for this process's stacks inside a ``with`` block.
-
-    Does nothing where there is no such signal. A handler that main sets for it replaces ours.
-    """
-    with open(stack_file(directory, rank, restart), "a", encoding="utf8") as file:
-        file.write(f"main {threading.main_thread().ident or 0:#x}\n")
-        file.flush()
-        faulthandler.register(SIGNAL, file=file, all_threads=True, chain=False)
-        try:
-            yield
-        finally:
-            # Ignored rather than back to the default, which would end the process: a question may be on
-            # its way to it.
-            faulthandler.unregister(SIGNAL)
-            with contextlib.suppress(ValueError):  # not the main thread
-                signal.signal(SIGNAL, signal.SIG_IGN)
-
-
-def ask(pid: int, path: Path) -> tuple[tuple[Frame, ...], str]:
-    """Ask a process for the stack of its main thread.
-
-    Args:
-        pid: the process, or a child that it has forked.
-        path: the file that the process writes into.
-
-    Returns:
-        The frames, the innermost first; and if there are none, why.
-    """
-    state = _state(pid)
-    if state in ("T", "t"):
-        return (), "the process is stopped (SIGSTOP; `kill -CONT` lets it go on)"
-    if not path.exists() or not _catches(pid):
-        return (), "it does not answer for its stack"
-    before = path.stat().st_size
-    try:
-        os.kill(pid, SIGNAL)
-    except OSError:
-        return (), "the process has ended"
-    end = time.monotonic() + _ANSWER_S
-    size = before
-    while time.monotonic() < end:
-        time.sleep(_STILL_S)
-        last, size = size, path.stat().st_size
-        if size > before and size == last:
-            break
-    with open(path, encoding="utf8", errors="replace") as file:
-        header = file.readline()
-        file.seek(before)
-        frames = parse(file, int(header.split()[1], 16))
-    if frames:
-        return frames, ""
-    if state == "D":
-        return (), "the process waits in the kernel, for a disk or a network file system"
-    return (), "it did not answer for its stack"
-
-
-def parse(lines: IO[str] | Sequence[str], main: int) -> tuple[Frame, ...]:
-    """Return the frames of a thread from what faulthandler wrote, the innermost first.
-
-    Args:
-        lines: the lines of one answer.
-        main: the thread's number.
-    """
-    frames: list[Frame] = []
-    is_main = False
-    for line in lines:
-        if thread := _THREAD.match(line.rstrip()):
-            is_main = int(thread[1], 16) == main
-        elif is_main and (found := _FRAME.match(line.rstrip())):
-            frames.append(Frame(found[1], int(found[2]), found[3], "", failure.is_user(found[1])))
-            if found[3] == "entry" and failure.is_own(found[1]):
-                break  # further out there is only how the process was started
-    return tuple(frames)
 
 
 def describe(places: Sequence[Place], now: float, watch: Watch) -> Hang | None:
@@ -356,7 +264,7 @@ class Watchdog:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(_ANSWER_S)
+            self._thread.join(_JOIN_S)
 
     def _run(self) -> None:
         hang_after = self._watch.hang_after
@@ -393,7 +301,7 @@ class Watchdog:
     def _living(self) -> list[Beat]:
         restart = self._restart()
         beats = self._beats.read()
-        return [beat for beat in beats if beat.pid and beat.restart == restart and _state(beat.pid) != "Z"]
+        return [beat for beat in beats if beat.pid and beat.restart == restart and state_of(beat.pid) != "Z"]
 
     def _places(self, beats: Sequence[Beat]) -> list[Place]:
         return [self._place(beat) for beat in beats]
@@ -405,38 +313,8 @@ class Watchdog:
         frames, note = ask(beat.pid, path)
         helpers: Mapping[int, tuple[Frame, ...]] = {}
         if any("/torch/utils/data/" in frame.file for frame in _below_user(frames)):
-            helpers = {child: ask(child, path)[0] for child in _children(beat.pid)[:4]}
+            helpers = {child: ask(child, path)[0] for child in children_of(beat.pid)[:4]}
         return Place(beat, frames, note, tuple(helpers.items()))
-
-
-def _state(pid: int) -> str:
-    """Return the letter of a process's state; Z for none, ? where it is not known."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return "Z" if os.path.exists("/proc/self/stat") else "?"
-    except OSError:
-        return "Z"
-
-
-def _catches(pid: int) -> bool:
-    """Return whether a process has a handler for the signal: without one it would end."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except FileNotFoundError:
-        return not os.path.exists("/proc/self/status")
-    except OSError:
-        return False
-    caught = next((line.split()[1] for line in lines if line.startswith("SigCgt")), "0")
-    return bool(int(caught, 16) >> (SIGNAL - 1) & 1)
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        threads = list(Path(f"/proc/{pid}/task").iterdir())
-        return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
-    except OSError:
-        return []
 
 
 def aborted(hang: Hang) -> WorkerError:

@@ -34,6 +34,7 @@ from evenstep import (
     memory,
     seeding,
     sharedmem,
+    stacks,
     stopping,
     world,
 )
@@ -307,7 +308,7 @@ def _prepared(
         diagnose=setting.log_diagnose,
         exclusive=True,
     )
-    answering = health.answering(recovery.directory, place.rank, place.restart)
+    answering = stacks.answering(recovery.directory, place.rank, place.restart)
     with logs, world.entered(here), signals, answering:
         if isinstance(channel, Line):
             channel.listen(on_stop=signals.ask, on_death=recovery.leave_if_possible)
