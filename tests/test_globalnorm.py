@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from breadth import losses_of_samples
 from evenstep import Loader, TrainState, cli, cross_entropy, evaluate, train_step
-from evenstep.errors import ConfigError
+from evenstep.errors import ConfigError, DivergedError
 from evenstep.globalnorm import GlobalBatchNorm2d
 from evenstep.handover import HandOver
 from evenstep.state import Numerics
@@ -266,6 +266,79 @@ def test_an_error_in_a_lane_reaches_the_caller_and_leaves_no_thread():
     assert digest(state) == before
     data.tensors[0][20] = 1
     assert len(steps_of(state, data, 32, broken_loss)) == 1
+
+
+def with_a_sample_of_nan(world):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 5))
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), batchnorm="global")
+    before = digest(state)
+
+    def loss(model, batch):
+        factor = torch.where(batch[0][:, 0] == 100, torch.nan, 1.0)
+        return (nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none") * factor).mean()
+
+    data = vectors()
+    data.tensors[0][20, 0] = 100
+    try:
+        steps_of(state, data, 32, loss)
+    except DivergedError as error:
+        return str(error), digest(state) == before
+
+
+def test_the_lane_whose_loss_is_not_finite_is_named():
+    for text, is_unchanged in run_ranks(with_a_sample_of_nan, 3, lanes=4):
+        assert text.startswith("the loss is nan at step 0 (epoch 0), in lane 2. ")
+        assert is_unchanged
+
+
+def test_parameters_without_a_gradient_are_named():
+    model = nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 5))
+    model.register_module("never", nn.Linear(2, 2))
+    state = made(model, 3)
+    with pytest.raises(ConfigError, match=r"no gradient for the parameters never\.weight, never\.bias: "):
+        steps_of(state, vectors(), 8, lambda model, batch: model[1](model[0](batch[0])).sum())
+
+
+def goes_on_after(world, *, together):
+    model = nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 5))
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), batchnorm="global")
+
+    def loss(model, batch):
+        if not together:
+            raise KeyError("on every rank, but none knows of the others")
+        return (
+            model[1](batch[0]) if batch[1][0] == 0 else model(batch[0])
+        ).sum()  # lane 0 leaves a layer out
+
+    with pytest.raises(ConfigError if together else KeyError):
+        steps_of(state, vectors(), 8, loss)
+    try:
+        steps_of(state, vectors(), 8)
+    except ConfigError as error:
+        return str(error)
+    return state.step
+
+
+def test_a_step_after_a_failed_one_is_refused_where_ranks_may_wait_for_each_other():
+    assert run_ranks(lambda world: goes_on_after(world, together=True), 2, lanes=4) == [4, 4]
+    for text in run_ranks(lambda world: goes_on_after(world, together=False), 2, lanes=4):
+        assert "failed before its gradients were summed" in text
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+def test_mixed_precision_in_both_modes(mode):
+    """The scaler's first steps overflow and are skipped, on every rank alike."""
+
+    def outcome(world):
+        torch.manual_seed(1)
+        model = LAYERS["1d"]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state = TrainState(model, optimizer, batchnorm="global", precision="fp16")
+        losses = [float(result.loss) for result in steps_of(state, vectors(), 8)]
+        return digest(state), losses
+
+    found = [value for n in (1, 2) for value in run_ranks(outcome, n, lanes=3, mode=mode)]
+    assert all(value == found[0] for value in found[1:]), found
 
 
 def test_tasks_take_turns_and_find_their_own_random_states():

@@ -241,6 +241,7 @@ class GlobalLanes:
         return total[_HEADER:]
 
     def _raise_apart(self, own: list[int]) -> None:
+        self._is_open = False  # no rank waits for another
         everybody: list[Any] = [own]
         if self._world.world_size > 1:
             everybody = [None] * self._world.world_size
