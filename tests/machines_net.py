@@ -7,13 +7,40 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
 from conftest import processes
 
+HERE = Path(__file__).parent
+TRAIN = (
+    "-m",
+    "evenstep",
+    "train",
+    "--data",
+    "digits",
+    "--model",
+    "machines_net:unhurried",
+    "--device",
+    "cpu",
+)
+TRAIN += ("--threads", "1", "--batch-size", "16", "--json")
 _numbers = itertools.count()
+
+
+def unhurried():
+    """A model that takes its time: PAUSE_S seconds for each lane."""
+    import torch
+
+    class Unhurried(torch.nn.Sequential):
+        def forward(self, images):
+            time.sleep(float(os.environ.get("PAUSE_S", "0")))
+            return super().forward(images)
+
+    return Unhurried(torch.nn.Flatten(), torch.nn.Linear(3072, 10))
 
 
 def missing():
@@ -42,6 +69,8 @@ class Network:
         self.prefix = f"es{os.getpid()}-{next(_numbers)}"
         self.num = num
         self.started = []
+        # Of its own: a machine that is killed whole leaves its temporary files behind.
+        self.temporary = tempfile.mkdtemp(prefix="esm")
 
     def __enter__(self):
         switch = f"{self.prefix}s"
@@ -87,6 +116,7 @@ class Network:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
     def namespace(self, number):
         return f"{self.prefix}m{number}"
@@ -98,18 +128,22 @@ class Network:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, **(variables or {})},
+            env={**os.environ, "TMPDIR": self.temporary, **(variables or {})},
         )
         self.started.append(process)
         return process
 
-    def train(self, number, tmp_path, *words, nnodes=2, host=1, run_dir=None):
-        """Start ``evenstep train`` on a machine; all meet at 10.77.0.``host``."""
+    def train(self, number, tmp_path, *words, nnodes=2, host=1, pause_s=0.03):
+        """Start ``evenstep train`` on a machine; all meet at 10.77.0.``host``.
+
+        ``pause_s`` is slept for each lane, so that a run lasts until another machine has started.
+        """
         return self.start(
             number,
-            *("-m", "evenstep", "train", "--data", "digits", "--device", "cpu", "--threads", 1, "--json"),
-            *("--batch-size", 16, "--nnodes", nnodes, "--rdzv-endpoint", f"10.77.0.{host}:29411"),
-            *("--run-dir", run_dir or tmp_path / "run", "--timeout-s", 60, *words),
+            *TRAIN,
+            *("--nnodes", nnodes, "--rdzv-endpoint", f"10.77.0.{host}:29411"),
+            *("--run-dir", tmp_path / "run", "--timeout-s", 60, *words),
+            variables={"PAUSE_S": str(pause_s), "PYTHONPATH": str(HERE)},
         )
 
     def kill(self, process):
