@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from evenstep import cli, options
+from evenstep.bench import command as bench
 from evenstep.errors import CheckpointError
 
 ROOT = Path(__file__).parent.parent
@@ -93,6 +94,8 @@ def test_command_lines_are_right(page, words, tmp_path, monkeypatch):
             options.parse(flags)
     elif command == "train":
         options.parse(flags)
+    elif command == "bench":
+        bench.parse(flags)
 
 
 def test_what_is_generated_is_up_to_date():

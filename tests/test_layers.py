@@ -48,15 +48,37 @@ LAYERS = {
     "the step": ["state", "memory", "step", "evaluation", "drift", "predictions", "timing", "loop"],
     "the run": [
         *("agent", "rendezvous", "program", "stopping"),
-        *("jobs", "launcher", "worker", "channel", "preload", "stacks", "health", "failure", "reporter", "report"),
+        *(
+            "jobs",
+            "launcher",
+            "worker",
+            "channel",
+            "preload",
+            "stacks",
+            "health",
+            "failure",
+            "reporter",
+            "report",
+        ),
         *("records", "watch", "track"),
     ],
     "tools": [
         *(m for m in MODULES if m.partition(".")[0] == "verify" and m != "verify.command"),
         *(m for m in MODULES if m.partition(".")[0] == "doctor"),
-        *("bench", "testing"),
+        *(m for m in MODULES if m.partition(".")[0] == "bench" and m != "bench.command"),
+        "testing",
     ],
-    "face": ["rundir", "options", "inspection", "pages", "cli", "verify.command", "__main__", "__init__"],
+    "face": [
+        "rundir",
+        "options",
+        "inspection",
+        "pages",
+        "cli",
+        "verify.command",
+        "bench.command",
+        "__main__",
+        "__init__",
+    ],
 }
 LEVEL = {module: level for level, modules in enumerate(LAYERS.values()) for module in modules}
 NO_TORCH = [
@@ -78,6 +100,10 @@ NO_TORCH = [
     "pages",
     "inspection",
     "verify.command",
+    "bench.command",
+    "bench.plan",
+    "bench.results",
+    "bench.chart",
     "__init__",
 ]
 

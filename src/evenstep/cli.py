@@ -32,6 +32,7 @@ commands:
   doctor       say what would slow down or end a long run here, and the fix (evenstep doctor --help)
   checkpoint   list, verify or export the checkpoints of a run (evenstep checkpoint --help)
   verify       find out whether your training has the same bits on any number of processes, and if not, why
+  bench        measure plain PyTorch, DataParallel, plain DDP and evenstep side by side on this machine
   report       write the report of a run again, or compare several (evenstep report RUN [RUN...])
   watch        follow a run in the browser (evenstep watch RUN)
 
@@ -43,7 +44,7 @@ or bad; 5 diverged, or ranks hold different weights; 6 verify found a difference
 again with --resume; 128+N killed by signal N
 """
 
-COMMANDS = ("train", "eval", "config", "checkpoint", "doctor", "verify", "report", "watch")
+COMMANDS = ("train", "eval", "config", "checkpoint", "doctor", "verify", "bench", "report", "watch")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,6 +94,10 @@ def _dispatch(words: list[str]) -> int:
         from evenstep.verify import command
 
         return command.verify(rest)
+    if word == "bench":
+        from evenstep.bench import command as benchmark
+
+        return benchmark.bench(rest)
     if word in ("report", "watch"):
         from evenstep import pages
 

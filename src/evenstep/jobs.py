@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from loguru import logger
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import Subset
 
 from evenstep import checkpoint
@@ -224,10 +225,9 @@ def _loader(config: TrainConfig, source: Source, world: World) -> Loader:
     )
 
 
-def _state(config: TrainConfig, source: Source, steps_per_epoch: int | None, world: World) -> TrainState:
+def _optimizer(config: TrainConfig, model: nn.Module) -> Optimizer:
     optim = config.optim
-    model = _model(config, source)
-    optimizer = make_optimizer(
+    return make_optimizer(
         model,
         optim.optimizer,
         lr=optim.lr,
@@ -235,6 +235,12 @@ def _state(config: TrainConfig, source: Source, steps_per_epoch: int | None, wor
         nesterov=optim.nesterov,
         weight_decay=optim.weight_decay,
     )
+
+
+def _state(config: TrainConfig, source: Source, steps_per_epoch: int | None, world: World) -> TrainState:
+    optim = config.optim
+    model = _model(config, source)
+    optimizer = _optimizer(config, model)
     schedule = make_schedule(
         optim.lr_schedule,
         epochs=optim.epochs,
