@@ -1,17 +1,22 @@
+import dataclasses
 import json
 import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
-from evenstep import machines, rendezvous, world
+from evenstep import checkpoint, machines, rendezvous, rescue, snapshot, worker, world
 from evenstep.config import from_flat
-from evenstep.errors import ConfigError, MachineError
+from evenstep.errors import CheckpointError, ConfigError, MachineError
 from evenstep.launcher import launch
+from evenstep.recovery import Recovery
 from evenstep.rendezvous import Agreed, Offer, settle
 from evenstep.rundir import open_run_dir
+from evenstep.testing import run_ranks
 from machines_net import HERE, TRAIN, Network, missing, wait_for
 
 REASON = missing()
@@ -103,8 +108,9 @@ def test_a_run_directory_must_be_given():
         open_run_dir(from_flat({"nnodes": 2, "rdzv_endpoint": "127.0.0.1:5"}))
 
 
-def test_nobody_answers_or_the_port_is_taken(monkeypatch):
+def test_nobody_comes_or_the_port_is_taken(monkeypatch, capfd):
     monkeypatch.setattr(rendezvous, "_FIRST_LOOK_S", 1.0)
+    monkeypatch.setattr(rendezvous, "_NOTICE_S", 0.1)
     options = {"device": "cpu", "nproc": 1, "nnodes": 2, "timeout_s": 1.0}
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -113,8 +119,77 @@ def test_nobody_answers_or_the_port_is_taken(monkeypatch):
             launch(print, rdzv_endpoint=f"127.0.0.1:{port}", **options)
     with pytest.raises(MachineError, match=r"fewer than 2 machines were at .* within 1 s"):
         launch(print, rdzv_endpoint=f"127.0.0.1:{port}", **options)
+    assert f"waiting for other machines at 127.0.0.1:{port}: 2 must be there" in capfd.readouterr().err
     with pytest.raises(ConfigError, match="nproc_min is for one machine"):
         launch(print, rdzv_endpoint="127.0.0.1:5", nproc_min=1, **options)
+
+
+def test_nobody_answers_at_the_endpoint():
+    with pytest.raises(
+        MachineError, match=r"nobody answers at 192\.0\.2\.7:5 within 1 s|no network interface"
+    ):
+        launch(print, device="cpu", nproc=1, nnodes=2, rdzv_endpoint="192.0.2.7:5", timeout_s=1.0)
+
+
+def test_two_agents_of_one_machine_and_what_launch_returns():
+    code = (
+        "import sys; from evenstep import launch\n"
+        "def main(world): return world.rank, world.num_nodes, world.lanes\n"
+        "print(launch(main, nproc=1, nnodes=2, rdzv_endpoint=sys.argv[1], device='cpu', timeout_s=60.0))"
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    pipe = subprocess.PIPE
+    agents = [
+        subprocess.Popen([sys.executable, "-c", code, endpoint], stdout=pipe, stderr=pipe, text=True)
+        for _ in range(2)
+    ]
+    try:
+        outputs = [agent.communicate(timeout=90) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+    assert sorted(out.strip() for out, _ in outputs) == ["(0, 2, 2)", "None"], outputs
+
+
+def test_a_checkpoint_that_not_all_machines_have(tmp_path):
+    def main(world, parent):
+        run_dir = str(Path(parent) / str(world.rank))
+        memory = Path(parent) / f"memory-{world.rank}"
+        memory.mkdir()
+        places = {"rank": world.rank, "local_rank": 0, "local_world_size": 1, "restart": 1}
+        recovery = Recovery(memory, run_dir, **places)
+        if world.rank == 0:
+            weights = {"w": torch.ones(1)}
+            checkpoint.save(run_dir, step=7, model=weights, training={}, meta={"epoch": 0})
+        own = dataclasses.replace(world, run_dir=run_dir)
+        with pytest.raises(CheckpointError, match=r"of step 7, is not in .* of rank 1's machine.*--resume"):
+            recovery.agree(own)
+        return True
+
+    assert run_ranks(main, 2, str(tmp_path)) == [True, True]
+
+
+def test_the_snapshot_of_the_last_machine_becomes_a_checkpoint(tmp_path):
+    run_dir, memory = tmp_path / "run", tmp_path / "memory"
+    assert rescue.save_as_checkpoint([memory], run_dir) is None
+    state = {"model": {"w": torch.ones(2)}, "training": {"a": 1}, "meta": {"epoch": 0}, "step": 9}
+    snapshot.save([memory], [state], total=9, rank=1)
+    step, path = rescue.save_as_checkpoint([memory], run_dir)
+    assert step == 9
+    assert checkpoint.load(path).training == {"a": 1}
+    assert rescue.save_as_checkpoint([memory], run_dir) == (9, path)
+
+
+def test_threads_that_differ_under_another_launcher():
+    def main(world):
+        with pytest.raises(ConfigError, match=r"rank 0 has 1 threads and rank 1, .* 2: .*--threads 1"):
+            worker._check_threads(dataclasses.replace(world, threads=world.rank + 1))
+        return True
+
+    assert run_ranks(main, 2) == [True, True]
 
 
 @pytest.fixture(scope="module")

@@ -218,15 +218,16 @@ class Recovery:
             world.fault("in_recovery", 0)
         path = snapshot.newest(self.directories)
         highest = max(beat.highest for beat in self.pulse.beats.read())
-        from_disk = None if world.run_dir is None else checkpoint.latest(world.run_dir)
+        from_disk = there = None if world.run_dir is None else checkpoint.latest(world.run_dir)
         if from_disk is not None and not world.resume and from_disk.stat().st_mtime < self._began:
             from_disk = None  # of another run, in whose directory this one was begun without --resume
-        on_disk = -1 if from_disk is None else _step_of(from_disk)
-        mine = torch.tensor([-1 if path is None else snapshot.total_of(path), highest, on_disk])
+        on_disk, any_disk = (-1 if each is None else _step_of(each) for each in (from_disk, there))
+        mine = torch.tensor([-1 if path is None else snapshot.total_of(path), highest, on_disk, any_disk])
         everybody = _gathered(mine, world)
-        total, highest, newest = (int(column.max()) for column in everybody.T)
+        total, highest, newest, _ = (int(column.max()) for column in everybody.T)
         if newest > total:
-            _check_all_have(newest, everybody[:, 2].tolist(), world.run_dir)
+            _check_all_have(newest, everybody[:, 3].tolist(), world.run_dir)
+            from_disk = there  # a machine that came later has not seen it written
         if from_disk is not None and newest > total:
             self._checkpoint, restored, origin = from_disk, _step_of(from_disk), f"the checkpoint {from_disk}"
         elif total >= 0:

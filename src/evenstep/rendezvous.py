@@ -19,6 +19,7 @@ import datetime
 import functools
 import json
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -49,6 +50,7 @@ LOST_AFTER_S = 5.0
 _FIRST_LOOK_S = 5.0
 _CLOSE_S = 3.0
 _OFFER_S = 10.0
+_NOTICE_S = 5.0
 _LOOK_S = 0.02
 _STOPPED = "the run was stopped while it waited for other machines"
 
@@ -350,6 +352,9 @@ class Meeting(RendezvousHandler):
     def _met(self, before: dict[str, Offer]) -> RendezvousInfo:
         """Meet and agree; again if a machine died in the middle of that."""
         end = time.monotonic() + self._timeout_s
+        notice = threading.Timer(_NOTICE_S, self._say_what_it_waits_for)
+        notice.daemon = True
+        notice.start()
         while True:
             try:
                 info = self._within(self._handler.next_rendezvous)
@@ -357,6 +362,15 @@ class Meeting(RendezvousHandler):
             except RuntimeError as error:
                 if "timeout" not in str(error) or time.monotonic() > end:
                     raise
+            finally:
+                notice.cancel()
+
+    def _say_what_it_waits_for(self) -> None:
+        least = self._where.least
+        sys.stderr.write(
+            f"evenstep: waiting for other machines at {self._where.endpoint}: {least} must be there "
+            f"(--nnodes), for at most {self._timeout_s:g} s (--timeout-s)\n"
+        )
 
     def _agree(self, info: RendezvousInfo, before: dict[str, Offer]) -> RendezvousInfo:
         """Exchange the offers, and put the host first."""

@@ -325,6 +325,8 @@ def _prepared(
                 timeout=datetime.timedelta(seconds=setting.timeout_s),
             )
             logger.info("rank {} of {} runs, pid {}", place.rank, place.world_size, os.getpid())
+            if place.num_nodes > 1 and not isinstance(channel, Line):
+                _check_threads(here)
             if place.restart > 0:
                 recovery.agree(here)
             yield here
@@ -335,6 +337,19 @@ def _prepared(
             _finish(here)
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+
+def _check_threads(here: World) -> None:
+    """Raise ConfigError if the machines of another launcher differ in their threads. Collective."""
+    threads: list[Any] = [None] * here.world_size
+    dist.all_gather_object(threads, here.threads)
+    if len(set(threads)) > 1:
+        rank = next(rank for rank, number in enumerate(threads) if number != threads[0])
+        raise ConfigError(
+            f"rank 0 has {threads[0]} threads and rank {rank}, on another machine, {threads[rank]}: their "
+            "number changes bits, so it must be the same everywhere. Give all processes "
+            f"--threads {min(threads)}."
+        )
 
 
 def _call(job: Job, here: World) -> bytes | None:
