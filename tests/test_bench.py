@@ -1,5 +1,6 @@
 """evenstep bench: the arithmetic, the table, and that all rows train the same samples."""
 
+import dataclasses
 import json
 import re
 import sys
@@ -18,7 +19,7 @@ from evenstep.bench.measure import PARTS, Laps, Measured, _digest
 from evenstep.bench.peak import Peak, flops_of, rate
 from evenstep.bench.plan import rows
 from evenstep.bench.results import Report, RowResult, table
-from evenstep.bench.runs import check_same_samples
+from evenstep.bench.runs import _row_result, check_same_samples
 from evenstep.errors import ConfigError, EvenstepError
 
 CPU = torch.device("cpu")
@@ -148,11 +149,15 @@ def test_the_picture_has_a_bar_for_each_row():
     bars = picture.findall("{http://www.w3.org/2000/svg}rect")[1:]
     assert len(bars) == 6
     assert float(bars[0].get("width")) / float(bars[3].get("width")) == pytest.approx(1 / 3, rel=1e-2)
+    assert "BUSY" not in "".join(picture.itertext())
+    assert "BUSY" in chart(four_processes(load=3.0))
     assert "<own>:net on digits" in "".join(picture.itertext())
 
 
 def measured(samples, digest=5):
-    return Measured(images=1, wall_s=1.0, samples=samples, digest=digest, device="cpu", loss=1.0)
+    return Measured(
+        images=1, wall_s=1.0, samples=samples, digest=digest, device="cpu", loss=1.0, peak=Peak(1.0, 2.0)
+    )
 
 
 @pytest.mark.parametrize(
@@ -188,7 +193,6 @@ def test_a_rate_is_operations_over_time():
     calls = []
     assert rate(lambda: calls.append(1), 1e3, CPU, 0.01) > 1e3 / 0.01
     assert len(calls) > 2
-    assert Peak(2.0, 3.0).best == 3.0
 
 
 def test_each_part_of_a_step_is_timed(monkeypatch):
@@ -286,3 +290,21 @@ def test_the_command_measures_all_rows_on_the_same_samples(tmp_path, capsys, mon
         assert (row["shares"]["wait"] > 0) == (row["processes"] > 1)
     assert found["flops_per_image"] > 1e5
     assert {"steps": 5, "dropped_steps": 2, "rounds": 1, "batch_size": 6}.items() <= found.items()
+
+
+def test_a_row_takes_the_medians_and_the_best_peak_of_its_rounds():
+    row = rows(2, 1, None, 0)[3]
+
+    def rank(wall_s, peak, share):
+        parts = {**dict.fromkeys(PARTS, 0.0), "forward": share, "wait": 2 - share}
+        return dataclasses.replace(measured(4), images=8, wall_s=wall_s, peak=peak, parts=parts)
+
+    rounds = [
+        [rank(1.0, Peak(5.0, 1.0), 1.0), rank(2.0, Peak(5.0, 1.0), 1.0)],
+        [rank(4.0, Peak(3.0, 2.0), 1.0), rank(1.0, Peak(3.0, 2.0), 0.5)],
+    ]
+    found = _row_result(row, rounds)
+    assert found.images_per_s == (4.0, 2.0), "the slowest rank counts"
+    assert (found.matmul_flops_per_s, found.convolution_flops_per_s) == (10.0, 4.0)
+    assert found.shares == {"data": 0, "forward": 0.375, "backward": 0, "wait": 0.625, "other": 0}
+    assert found.samples == 8

@@ -7,7 +7,7 @@ from html import escape
 from evenstep.bench.results import Report
 
 _COLOURS = {"plain": "#8a8f98", "data_parallel": "#b08968", "ddp": "#4c78a8", "evenstep": "#2a9d5c"}
-_LEFT, _BAR, _STEP, _TOP, _RIGHT = 240, 22, 40, 64, 560
+_LEFT, _BAR, _STEP, _TOP, _RIGHT = 260, 22, 40, 64, 540
 
 
 def chart(report: Report) -> str:
@@ -15,6 +15,10 @@ def chart(report: Report) -> str:
 
     A dotted line stands at the bound of arithmetic where it fits into the picture.
     """
+    against = "x DDP" if report.baseline.row.kind == "ddp" else "x plain"
+    busy = " THE MACHINE WAS BUSY." if report.is_busy else ""
+    rounds = f"{report.rounds} x {report.steps} steps"
+    about = f"{report.device}; {rounds}; bar: median, whisker: slowest to fastest.{busy}"
     longest = max(max(result.images_per_s) for result in report.rows)
     scale = _RIGHT / longest
     height = _TOP + _STEP * len(report.rows) + 20
@@ -23,7 +27,7 @@ def chart(report: Report) -> str:
         f'viewBox="0 0 960 {height}" font-family="sans-serif" font-size="14">',
         f'<rect width="960" height="{height}" fill="white"/>',
         _text(16, 26, f"{report.model} on {report.data}, batch size {report.batch_size}: images/s"),
-        _text(16, 46, f"{report.device}; median of {report.rounds} rounds, whisker: slowest to fastest"),
+        _text(16, 46, about),
     ]
     for number, result in enumerate(report.rows):
         y, row = _TOP + _STEP * number, result.row
@@ -35,7 +39,7 @@ def chart(report: Report) -> str:
             f'fill="{_COLOURS[row.kind]}"/>',
             f'<path d="M{low:.1f} {middle}H{high:.1f}" stroke="black"/>',
             _text(
-                _LEFT + _RIGHT + 12, y + 16, f"{result.median:.0f}  ({report.ratio(result):.2f} x baseline)"
+                _LEFT + _RIGHT + 12, y + 16, f"{result.median:.0f}  ({report.ratio(result):.2f} {against})"
             ),
         ]
         bound = report.bound(result)

@@ -39,7 +39,7 @@ class Task:
         row: the way to train.
         steps: steps of the training, the first ones included.
         drop: how many of the first steps do not count.
-        profile: whether further steps follow, in which each part is timed, and the peak of the machine.
+        profile: whether further steps follow, in which each part is timed.
         gpus: the GPUs of DataParallel.
         peak_s: seconds to measure each peak for.
     """
@@ -63,8 +63,8 @@ class Measured:
         digest: a number that stands for which samples these were, whatever their order; None for a stream.
         device: the device's name.
         loss: the loss of the last step: this process's own in torch's loops.
-        parts: seconds in each of ``PARTS`` over the profiled steps.
         peak: the arithmetic that this process reaches beside the others.
+        parts: seconds in each of ``PARTS`` over the profiled steps.
         flops_per_image: floating-point operations of forward and backward for one sample.
     """
 
@@ -74,8 +74,8 @@ class Measured:
     digest: int | None
     device: str
     loss: float
+    peak: Peak
     parts: dict[str, float] | None = None
-    peak: Peak | None = None
     flops_per_image: float | None = None
 
 
@@ -127,8 +127,8 @@ def measure(world: World, config: TrainConfig, task: Task) -> Measured:
         digest=_digest(seen) if sized else None,
         device=_name(device),
         loss=float(value),
+        peak=peak_of(device, config.model.precision, task.peak_s),
         parts=profiled,
-        peak=peak_of(device, config.model.precision, task.peak_s) if task.profile else None,
         flops_per_image=_flops(config, source, world, loss) if task.profile and world.is_first else None,
     )
 

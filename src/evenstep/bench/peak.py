@@ -27,11 +27,6 @@ class Peak:
     matmul: float
     convolution: float
 
-    @property
-    def best(self) -> float:
-        """The larger of the two."""
-        return max(self.matmul, self.convolution)
-
 
 def peak_of(device: torch.device, precision: str, seconds: float) -> Peak:
     """Measure the arithmetic that this process reaches while the others do the same.

@@ -23,8 +23,8 @@ class RowResult:
         samples: samples trained in a round, over all processes.
         loss: the loss of the last step, the mean over the processes.
         shares: the share of a step's time of each part, the mean over the processes; they add up to 1.
-        matmul_flops_per_s: of matrix products, all processes of this row together.
-        convolution_flops_per_s: of convolutions, all processes of this row together.
+        matmul_flops_per_s: of matrix products, all processes of this row together, in the best round.
+        convolution_flops_per_s: of convolutions, likewise.
     """
 
     row: Row

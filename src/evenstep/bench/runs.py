@@ -148,13 +148,12 @@ def _row_result(row: Row, rounds: Sequence[Sequence[Measured]]) -> RowResult:
         total = sum((measured.parts or {}).values())
         if measured.parts is not None and total:
             shares.append({part: measured.parts[part] / total for part in PARTS})
-    peaks = [m.peak for m in last if m.peak is not None]
     return RowResult(
         row=row,
         images_per_s=tuple(ranks[0].images / max(m.wall_s for m in ranks) for ranks in rounds),
         samples=sum(m.samples for m in last),
         loss=sum(m.loss for m in last) / len(last),
         shares={part: sum(s[part] for s in shares) / len(shares) for part in PARTS} if shares else {},
-        matmul_flops_per_s=sum(p.matmul for p in peaks),
-        convolution_flops_per_s=sum(p.convolution for p in peaks),
+        matmul_flops_per_s=max(sum(m.peak.matmul for m in ranks) for ranks in rounds),
+        convolution_flops_per_s=max(sum(m.peak.convolution for m in ranks) for ranks in rounds),
     )
