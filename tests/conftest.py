@@ -3,6 +3,7 @@
 import multiprocessing.util
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -52,6 +53,14 @@ def gone_within(condition, seconds=PATIENCE_S):
     while (left := condition()) and time.monotonic() < end:
         time.sleep(0.02)
     return left
+
+
+@pytest.fixture(scope="session", autouse=True)
+def heeds_ctrl_c():
+    """A shell lets its background jobs ignore SIGINT, and what they start inherits that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -111,10 +111,10 @@ STUCK = """
 
     def main(world):
         import torch
-        os.write(1, f"{os.getpid()}\\n".encode())  # print may write the line end apart
-        if world.rank == 0:
-            torch.distributed.all_reduce(torch.ones(4))  # rank 1 never comes
         try:
+            os.write(1, f"{os.getpid()}\\n".encode())  # print may write the line end apart
+            if world.rank == 0:
+                torch.distributed.all_reduce(torch.ones(4))  # rank 1 never comes
             time.sleep(600)
         finally:
             print("cleaned", flush=True)

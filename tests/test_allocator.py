@@ -23,4 +23,5 @@ def page_faults(world, megabytes):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc can be told to keep pages")
 def test_a_worker_keeps_the_pages_that_it_frees():
     faults = run_ranks(page_faults, 1, 40)[0]
-    assert faults < 2_000  # 40 MB are 10,240 pages: a hundred times that many without
+    # 40 MB are 10,240 pages: without, a hundred times that many; with it, at most once more.
+    assert faults < 50_000

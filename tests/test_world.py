@@ -105,3 +105,17 @@ def test_set_variables(monkeypatch):
 def test_default_threads_depend_on_lanes_alone():
     assert default_threads(1) == num_cores()
     assert default_threads(10 * num_cores()) == 1
+
+
+def test_variables_that_overlap_are_put_back_by_the_last(monkeypatch):
+    monkeypatch.setenv("EVENSTEP_TEST_A", "before")
+    monkeypatch.delenv("EVENSTEP_TEST_B", raising=False)
+    values = {"EVENSTEP_TEST_A": "held", "EVENSTEP_TEST_B": "held"}
+    first, second = variables(values), variables(values)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)  # not in the order of a stack
+    assert os.environ["EVENSTEP_TEST_A"] == os.environ["EVENSTEP_TEST_B"] == "held"
+    second.__exit__(None, None, None)
+    assert os.environ["EVENSTEP_TEST_A"] == "before"
+    assert "EVENSTEP_TEST_B" not in os.environ

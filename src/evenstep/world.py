@@ -294,19 +294,32 @@ def replace_environment(values: Mapping[str, str]) -> None:
     os.environ.update(values)
 
 
+# For the variables that are set for a while: by how many, and what they were before the first of them. The
+# environment is one for all threads, and launches in the background may overlap in any order.
+_held: dict[str, tuple[int, str | None]] = {}
+_held_lock = threading.Lock()
+
+
 @contextlib.contextmanager
 def variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables inside a ``with`` block and put the old ones back after it."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
+    """Set environment variables inside a ``with`` block; the last to leave puts the old ones back."""
+    with _held_lock:
+        for name in values:
+            count, before = _held.get(name, (0, os.environ.get(name)))
+            _held[name] = (count + 1, before)
+        os.environ.update(values)
     try:
         yield
     finally:
-        for name, old in before.items():
-            if old is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = old
+        with _held_lock:
+            for name in values:
+                count, before = _held.pop(name)
+                if count > 1:
+                    _held[name] = (count - 1, before)
+                elif before is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = before
 
 
 def num_cores() -> int:
