@@ -67,7 +67,8 @@ TORCHRUN = """
             raise ValueError("wrong under torchrun")
         return total.item(), world.world_size, world.restart
 
-    print(launch(main, True, device="cpu", threads=1, timeout_s=20.0), flush=True)
+    value = launch(main, True, device="cpu", threads=1, timeout_s=20.0)
+    os.write(1, f"{value}\\n".encode())  # whole lines: print may write the line end apart
     launch(main, False, device="cpu", threads=1, timeout_s=20.0)
 """
 

@@ -1,4 +1,5 @@
 import os
+import time
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from evenstep.world import (
     entered,
     num_cores,
     placement,
+    process_started,
     set_variables,
     share,
     variable,
@@ -119,3 +121,8 @@ def test_variables_that_overlap_are_put_back_by_the_last(monkeypatch):
     second.__exit__(None, None, None)
     assert os.environ["EVENSTEP_TEST_A"] == "before"
     assert "EVENSTEP_TEST_B" not in os.environ
+
+
+def test_when_this_process_was_started():
+    assert 0 <= time.time() - process_started() < 24 * 3600
+    assert abs(process_started() - process_started()) < 0.1  # a fixed moment, whenever it is asked

@@ -269,6 +269,7 @@ def _launch_options(config: TrainConfig) -> dict[str, Any]:
         "threads": process.threads,
         "seed": run.seed,
         "mode": run.mode,
+        "started": worlds.process_started(),  # from the return key on, not from here
         "run_dir": run.run_dir,
         "resume": run.resume,
         "timeout_s": process.timeout_s,

@@ -89,6 +89,8 @@ class LaunchOptions:
     """After the report: go on waiting, or end the run with a WorkerError that holds the report."""
     fault: Callable[[int, int, str, int], None] | None = None
     """For tests: called in the workers at named points of a step, see evenstep.testing.kill_at."""
+    started: float | None = None
+    """When the run began, as ``time.time()`` gives it; by default when launch is called."""
     log_level: str = "INFO"
     """Least severe level that goes into the log files."""
     log_rotation: str = "12:00"
@@ -157,7 +159,7 @@ def launch(main: Callable[..., Any], *args: Any, **options: Any) -> Any:
         2
     """
     opts = LaunchOptions.of(options)
-    started = time.time()
+    started = opts.started or time.time()
     place = world.placement()
     if place is not None:
         from evenstep import worker

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -320,6 +321,18 @@ def variables(values: Mapping[str, str]) -> Iterator[None]:
                     os.environ.pop(name, None)
                 else:
                     os.environ[name] = before
+
+
+def process_started() -> float:
+    """Return when this process was started, as ``time.time()`` gives it; where that is not known, now."""
+    try:
+        with open("/proc/self/stat", "rb") as file:
+            ticks = int(file.read().rpartition(b")")[2].split()[19])
+        with open("/proc/uptime", "rb") as file:
+            uptime_s = float(file.read().split()[0])
+    except OSError:
+        return time.time()
+    return time.time() - uptime_s + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def num_cores() -> int:

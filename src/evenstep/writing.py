@@ -30,6 +30,7 @@ from evenstep.manifest import (
     verify,
     writer_of,
 )
+from evenstep.sharedmem import is_alive
 from evenstep.storable import plain_values, plain_weights
 
 
@@ -192,15 +193,5 @@ def _clean(parent: Path) -> None:
         if writer is None:
             continue
         pid, thread = writer
-        if thread not in others if pid == os.getpid() else not _is_alive(pid):
+        if thread not in others if pid == os.getpid() else not is_alive(pid):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
