@@ -19,7 +19,7 @@ MODULES = {name_of(path): path for path in sorted(SOURCE.rglob("*.py"))}
 
 LAYERS = {
     "values": ["errors", "config", "schedulers", "world", "machines"],
-    "ground": ["sharedmem", "heartbeat", "allocator", "seeding", "log", "guests", "devices"],
+    "ground": ["files", "sharedmem", "heartbeat", "allocator", "seeding", "log", "guests", "devices"],
     "sums": ["tree", "collectives"],
     "parts": [
         *(

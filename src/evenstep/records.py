@@ -15,6 +15,7 @@ from loguru import logger
 from evenstep import report
 from evenstep.config import TrainConfig, from_flat, write_toml
 from evenstep.errors import MachineError
+from evenstep.files import write_whole
 from evenstep.world import World
 
 
@@ -32,8 +33,10 @@ def save_config(config: TrainConfig, run_dir: Path, world: World | None = None) 
         fixed["lanes"] = world.lanes
         if world.mode == "exact":  # in fast mode they follow the number of processes
             fixed["threads"] = world.threads
+    # The disk is slow, and after a restart the file is there already.
+    on_disk = world is None or not world.restart
     with _write_errors(run_dir):
-        report.write_whole(run_dir / "config.toml", write_toml(from_flat(fixed, config)))
+        write_whole(run_dir / "config.toml", write_toml(from_flat(fixed, config)), on_disk=on_disk)
 
 
 def save_sources(sources: Mapping[str, str], run_dir: Path) -> None:
@@ -44,7 +47,7 @@ def save_sources(sources: Mapping[str, str], run_dir: Path) -> None:
         kept = json.loads(path.read_text(encoding="utf-8"))
     known = {k: kept.get(k, source) if source == "run directory" else source for k, source in sources.items()}
     with _write_errors(run_dir):
-        report.write_whole(path, json.dumps(known, indent=1) + "\n")
+        write_whole(path, json.dumps(known, indent=1) + "\n", on_disk=True)
 
 
 @contextlib.contextmanager
@@ -74,7 +77,7 @@ class MetricsFile:
                     kept.append(line + "\n")
         self._failed = False
         with _write_errors(path.parent):
-            report.write_whole(path, "".join(kept))
+            write_whole(path, "".join(kept))
             self._file = path.open("a", encoding="utf-8")
 
     def write(self, **values: Any) -> None:

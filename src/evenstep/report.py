@@ -13,12 +13,12 @@ import importlib.resources
 import itertools
 import json
 import math
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from evenstep import files
 from evenstep.config import TrainConfig, field_groups, from_flat, read_toml, to_flat
 from evenstep.errors import ConfigError, EvenstepError, MachineError
 
@@ -121,18 +121,14 @@ def write_page(run_dirs: Sequence[str | Path], output: Path) -> Path:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file under another name first, so that a reader finds the old one or the new one.
+    """Write a file of the report, whole or not at all.
 
     Raises:
         MachineError: it cannot be written.
     """
-    temporary = path.with_name(f".{path.name}-{os.getpid()}")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        files.write_whole(path, text)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise MachineError(
             f"cannot write {path}: {error.strerror}. The numbers are safe in {METRICS}. Free some space or "
             "correct the permissions, or write it elsewhere with evenstep report RUN --output FILE."

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from evenstep.errors import MachineError
+from evenstep.files import flush
 from evenstep.manifest import (
     FORMAT_VERSION,
     MANIFEST,
@@ -114,7 +115,7 @@ def write_files(run_dir: str | Path, content: Content) -> Path:
             event.synchronize()
         if not parent.is_dir():
             parent.mkdir(parents=True)
-            _flush(parent.parent)
+            flush(parent.parent)
         _clean(parent)
         try:
             temporary.mkdir()
@@ -148,7 +149,7 @@ def _put_in_place(temporary: Path, target: Path, manifest: dict[str, Any]) -> No
         same = not verify(target) and read_manifest(target)["files"] == manifest["files"]
         if same:
             os.replace(temporary / MANIFEST, target / MANIFEST)
-            _flush(target)
+            flush(target)
             return
         # A directory cannot be replaced in one go. Between the two renames the old one still counts,
         # under its other name.
@@ -156,7 +157,7 @@ def _put_in_place(temporary: Path, target: Path, manifest: dict[str, Any]) -> No
         shutil.rmtree(aside, ignore_errors=True)
         os.rename(target, aside)
     os.rename(temporary, target)
-    _flush(parent)
+    flush(parent)
 
 
 @contextlib.contextmanager
@@ -173,15 +174,6 @@ def _write_errors(target: Path) -> Iterator[None]:
             "checkpoints are untouched. Free some space or correct the permissions and go on with --resume; "
             "--keep 1 needs the least space, --run-dir chooses another place."
         ) from error
-
-
-def _flush(path: Path) -> None:
-    """Have a file or a directory written to the disk itself."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _clean(parent: Path) -> None:

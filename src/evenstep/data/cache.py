@@ -21,6 +21,7 @@ import numpy as np
 
 from evenstep import world
 from evenstep.errors import DataError, MachineError
+from evenstep.files import flush
 
 if TYPE_CHECKING:
     import torch
@@ -213,7 +214,7 @@ def _build(directory: Path, found: str, decode: Callable[[Path], Decoded]) -> No
     try:
         _write(work, decode(work))
         os.rename(work, directory)
-        _sync(directory.parent)
+        flush(directory.parent)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -245,15 +246,7 @@ def _write(work: Path, decoded: Decoded) -> None:
     }
     (work / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
     for file in [*files, work / "meta.json", work]:
-        _sync(file)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        flush(file)
 
 
 def _meta(directory: Path) -> dict[str, Any]:

@@ -1,0 +1,30 @@
+import os
+
+import pytest
+
+from evenstep.files import write_whole
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch, on_disk):
+    path = tmp_path / "values.txt"
+    write_whole(path, "old", on_disk=on_disk)
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync" if on_disk else "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(path, "new", on_disk=on_disk)
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["values.txt"]
+
+
+def test_what_is_to_be_on_the_disk_is_flushed_before_it_takes_the_name(tmp_path, monkeypatch):
+    path, seen = tmp_path / "values.txt", []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: seen.append(path.exists()))
+    write_whole(path, "new", on_disk=True)
+    assert seen == [False, True]  # the file, then the directory with its name
+    write_whole(path, "newer")
+    assert len(seen) == 2
+    assert path.read_text() == "newer"
