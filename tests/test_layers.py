@@ -29,6 +29,7 @@ LAYERS = {
             "globalnorm",
             "globallanes",
             "staging",
+            "passes",
             "objects",
             "storable",
             "manifest",

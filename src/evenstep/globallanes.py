@@ -28,7 +28,7 @@ from evenstep.errors import ConfigError
 from evenstep.globalnorm import BACKWARD_ENDS, FORWARD_ENDS, GlobalBatchNorm, convert, places_of
 from evenstep.handover import HandOver
 from evenstep.heartbeat import Activity, now
-from evenstep.lanes import Forward, Totals, Watched, param_views, still_open_error, unused_error
+from evenstep.passes import Forward, Totals, Watched, begin_step, param_views, unused_error
 from evenstep.seeding import seed_step
 from evenstep.staging import Staging
 from evenstep.tree import merges_after_lane
@@ -91,15 +91,9 @@ class GlobalLanes:
 
     def begin(self, step: int = 0) -> None:
         """Start step number ``step``: no gradient, and the buffers remembered."""
-        if self._is_open and self._world.world_size > 1:
-            raise still_open_error(step)
+        self._staged, _ = begin_step(step, self._params, self._staging, self._world, is_open=self._is_open)
         self._is_open = True
         self._step = step
-        for p in self._params:
-            p.grad = None
-        self._staged = [self._staging, *(other for other in self._world.staged if other is not self._staging)]
-        for staging in self._staged:
-            staging.begin()
         self._gradients: list[list[Tensor]] = []  # the stack of subtree sums, one tensor a parameter
         self._records: list[tuple[GlobalBatchNorm, Tensor, Tensor]] = []
         self._totals: Tensor | None = None
@@ -181,8 +175,7 @@ class GlobalLanes:
             totals = self.meet(FORWARD_ENDS, values)
             self._totals = totals
             now(self._world, Activity.REDUCE)
-            if self._world.fault is not None:
-                self._world.fault("before_reduce", self._step)
+            self._world.at("before_reduce", self._step)
             gradients = torch.autograd.grad(scale(loss), self._params, allow_unused=True)
             self.meet(BACKWARD_ENDS, None)
             self._add(gradients, part)  # only now, when lanes surely come in their order
@@ -257,8 +250,7 @@ class GlobalLanes:
 
     def _reduce(self) -> None:
         """Exchange the subtree sums and leave the whole tree's in ``.grad``, each in its weight's strides."""
-        if self._world.fault is not None:
-            self._world.fault("in_reduce", self._step)
+        self._world.at("in_reduce", self._step)
         if self._allow_unused and self._world.world_size > 1:
             dist.all_reduce(self._used, op=dist.ReduceOp.MAX)
         for piece in self._pieces():

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,9 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evenstep.agreement import check_same_model
 from evenstep.collectives import CommunicationThread, Exchange, reduce_nodes
-from evenstep.data.batch import Batch, LaneBatch
+from evenstep.data.batch import Batch
 from evenstep.errors import ConfigError
 from evenstep.heartbeat import Activity, now
+from evenstep.passes import Forward, Totals, Watched, begin_step, param_views, unused_error
 from evenstep.seeding import seed_step
 from evenstep.staging import Staging
 from evenstep.tree import fold, merges_after_lane
@@ -34,29 +34,6 @@ from evenstep.world import World
 
 _LOSS, _COUNT, _STOP, _OTHERS = range(4)
 _NUM_TOTALS = 4
-
-
-@dataclass(frozen=True)
-class Totals:
-    """What the lanes gave together in one step; the same on every rank.
-
-    Attributes:
-        loss: the mean loss over the global batch; a 0-dimensional float64 tensor.
-        count: the weights' sum, if the loss function gives (sum, count); else 0.
-        stop: how many processes wish to stop after this step.
-    """
-
-    loss: Tensor
-    count: Tensor
-    stop: Tensor
-
-
-Forward = Callable[[LaneBatch, nn.Module], "tuple[Tensor, float]"]
-"""``forward(part, model)`` runs a lane's forward pass on what ``run`` says is the model, and returns the
-lane's mean loss times its share of the samples and 0; or its sum of losses and the weights' sum."""
-
-Watched = Callable[[LaneBatch], "contextlib.AbstractContextManager[None]"]
-"""``watched(part)``: what a lane's forward and backward pass run in."""
 
 
 class Lanes:
@@ -126,15 +103,11 @@ class Lanes:
 
     def begin(self, step: int = 0) -> None:
         """Start step number ``step``: no gradient, and the running statistics remembered."""
-        if self._is_open and self._world.world_size > 1:
-            raise still_open_error(step)
+        self._staged, self._num_running = begin_step(
+            step, self._params, self._staging, self._world, is_open=self._is_open
+        )
         self._is_open = True
         self._step = step
-        for p in self._params:
-            p.grad = None
-        # A lane may run other models, too, and has to find them as the first lane did.
-        self._staged = [self._staging, *(other for other in self._world.staged if other is not self._staging)]
-        self._num_running, *_ = [staging.begin() for staging in self._staged]
         self._gradients: list[list[Tensor]] = []  # the stack of subtree sums, one tensor a parameter
         self._totals: list[list[Tensor]] = []
         self._pending: Callable[[], Tensor] | None = None
@@ -164,8 +137,7 @@ class Lanes:
                 loss, count = forward(part, model)
                 share = part.size / batch.size
                 self._after_forward(loss, count, share, stop=world.stop.is_set())
-                if world.fault is not None:
-                    world.fault("before_reduce", self._step)
+                world.at("before_reduce", self._step)
                 self._backward(scale(loss * self._loss_scale))
         return self._finish()
 
@@ -332,8 +304,7 @@ class Lanes:
         Returns:
             torch.futures.Future of the reduced buffer.
         """
-        if self._world.fault is not None:
-            self._world.fault("in_reduce", self._step)
+        self._world.at("in_reduce", self._step)
         buffer, params = bucket.buffer(), bucket.parameters()
         gradients = param_views(buffer, params)
         index = [self._index[id(p)] for p in params]
@@ -360,20 +331,6 @@ class Lanes:
 def _reduced(nodes: Sequence[Tensor], exchange: Exchange, out: Tensor) -> Tensor:
     reduce_nodes(nodes, exchange, out)
     return out
-
-
-def param_views(buffer: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
-    """Return each parameter's gradient in a bucket, as DDP lays it out: in the parameter's own strides.
-
-    GradBucket.gradients() takes all of them for contiguous, which a channels_last weight is not.
-    """
-    views, start = [], 0
-    for p in params:
-        part = buffer[start : start + p.numel()]
-        dense = p.is_contiguous() or torch.empty_like(p).stride() == p.stride()
-        views.append(part.as_strided(p.shape, p.stride()) if dense else part.view(p.shape))
-        start += p.numel()
-    return views
 
 
 def _check_layers(module: nn.Module) -> None:
@@ -416,25 +373,6 @@ def _wrap(module: nn.Module, device: torch.device, *, find_unused: bool) -> Dist
         find_unused_parameters=find_unused,
         gradient_as_bucket_view=True,
         **options,
-    )
-
-
-def still_open_error(step: int) -> ConfigError:
-    """Return the error for a step that follows on one that failed on this rank alone."""
-    return ConfigError(
-        f"step {step} failed before its gradients were summed, and the error was caught: the other "
-        "ranks still wait in that step, so no further one can begin. Let the error of train_step end "
-        "main; all ranks then go on from the last step (--max-restarts), or end together."
-    )
-
-
-def unused_error(names: list[str]) -> ConfigError:
-    """Return the error for parameters that have got no gradient."""
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return ConfigError(
-        f"no gradient for the parameters {shown}: the loss does not depend on them, so they would never be "
-        "trained. Remove them, freeze them with requires_grad_(False), or pass --unused-parameters allow "
-        '(unused_parameters="allow") if that is meant.'
     )
 
 

@@ -174,9 +174,6 @@ class TrainState:
         self.clip_norm = clip_norm
         self.precision = precision
         self.extras = dict(extras or {})
-        self.step = 0
-        self.epoch = 0
-        self.epoch_step = 0
         self.meta: dict[str, Any] = {}
         self.double_lanes_on_oom = False
         self._saver = Saver(self.world)
@@ -314,8 +311,7 @@ class TrainState:
         lr = float(self.optimizer.param_groups[0]["lr"])
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        if self.world.fault is not None:
-            self.world.fault("in_commit", self.step)
+        self.world.at("in_commit", self.step)
         self.lanes.commit()
         if self._averaged is not None:
             self._averaged.update_parameters(self.model)
@@ -428,8 +424,7 @@ class TrainState:
                 keep=keep,
                 wait=wait,
             )
-            if self.world.fault is not None:
-                self.world.fault("in_save", self.step)
+            self.world.at("in_save", self.step)
         return checkpoint.path_of(self.world.run_dir, self.step)
 
     def finish_saving(self) -> None:

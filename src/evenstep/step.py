@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from evenstep import memory
 from evenstep.data.batch import Batch, LaneBatch
 from evenstep.errors import DivergedError, StoppedError
-from evenstep.lanes import Totals
+from evenstep.passes import Totals
 from evenstep.state import TrainState
 
 Loss = Callable[[nn.Module, Any], "Tensor | tuple[Tensor, Tensor | float]"]
@@ -59,10 +59,8 @@ def train_step(state: TrainState, batch: Batch, loss: Loss) -> StepResult:
     done = state.replayed(batch)
     if done is not None:
         return StepResult(done.step, done.loss, done.lr, done.grad_norm)
-    if world.observer is not None:
-        world.observer.before_step(state, batch, loss)
-    if world.fault is not None:
-        world.fault("before_forward", state.step)
+    world.observer.before_step(state, batch, loss)
+    world.at("before_forward", state.step)
     state.begin()
 
     def forward(part: LaneBatch, model: nn.Module) -> tuple[Tensor, float]:
@@ -79,15 +77,13 @@ def train_step(state: TrainState, batch: Batch, loss: Loss) -> StepResult:
         scale=state.scaler.scale,
         watched=lambda part: memory.watched(state, batch, part),
     )
-    if world.fault is not None:
-        world.fault("after_reduce", state.step)
+    world.at("after_reduce", state.step)
     mean = totals.loss / totals.count if totals.count else totals.loss
     if not torch.isfinite(mean):
         _raise_diverged(state, batch, mean, own_losses)
     lr, grad_norm = state.commit(batch, mean, float(totals.count))
     result = StepResult(batch.step, mean, lr, grad_norm)
-    if world.observer is not None:
-        world.observer.after_step(state, batch, result)
+    world.observer.after_step(state, batch, result)
     if totals.stop:
         _raise_stopped(state, totals)
     return result

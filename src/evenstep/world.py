@@ -72,28 +72,51 @@ class Observer(Protocol):
         """After a step's commit, with its StepResult."""
 
 
+class Unobserved:
+    """The observer of a process that nobody watches."""
+
+    def reading(self, loader: Any) -> None:
+        """Do nothing."""
+
+    def before_step(self, state: Any, batch: Any, loss: Any) -> None:
+        """Do nothing."""
+
+    def after_step(self, state: Any, batch: Any, result: Any) -> None:
+        """Do nothing."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class World:
     """What a process knows of the run it is in. Rank, local_rank, world_size, node_rank: as in torch."""
 
     rank: int = 0
+    """Number of this process, from 0, over all machines."""
     world_size: int = 1
+    """Number of processes, over all machines."""
     local_rank: int = 0
+    """Number of this process on its machine, from 0."""
     local_world_size: int = 1
+    """Number of processes on this machine."""
     node_rank: int = 0
+    """Number of this machine, from 0."""
     num_nodes: int = 1
+    """Number of machines."""
     lanes: int = 1
     """Number of logical workers, fixed for the life of the run; at least ``world_size``."""
     seed: int = 0
+    """Seed of everything random in the run."""
     mode: str = "exact"
     """``exact``: bit-identical for every world size. ``fast``: plain DDP."""
     device: str = "cpu"
     """The device of this process in torch's notation, such as ``cpu`` or ``cuda:1``."""
     backend: str = "gloo"
+    """Backend of torch.distributed: ``gloo`` or ``nccl``."""
     threads: int = 1
     """CPU threads of this process; they change the bits of some kernels, so they are part of the run."""
     run_dir: str | None = None
+    """Directory of the run, or None if nothing is written."""
     resume: bool = False
+    """Whether the run goes on from the newest checkpoint in ``run_dir``."""
     restart: int = 0
     """How often the workers of this launch were restarted before this one was started."""
     started: float | None = None
@@ -111,8 +134,8 @@ class World:
     """The TrainStates of this process, and what saves them when another process dies (recovery.Recovery)."""
     fault: Callable[[str, int], None] | None = field(default=None, compare=False, repr=False)
     """Called as ``fault(point, step)`` at named points of a step, for tests (testing.kill_at)."""
-    observer: Observer | None = field(default=None, compare=False, repr=False)
-    """Is told of every step; None costs nothing."""
+    observer: Observer = field(default_factory=Unobserved, compare=False, repr=False)
+    """Is told of every step."""
 
     def __post_init__(self) -> None:
         if self.world_size > self.lanes:
@@ -133,13 +156,25 @@ class World:
         return self.rank == 0
 
     def lanes_of(self, rank: int) -> range:
-        """The contiguous lanes of ``rank``."""
+        """The contiguous lanes of a rank.
+
+        Args:
+            rank: any rank of the run.
+        """
         return share(rank, self.world_size, self.lanes)
+
+    def at(self, point: str, step: int) -> None:
+        """Let a fault strike at a named point of a step; does nothing but in tests."""
+        if self.fault is not None:
+            self.fault(point, step)
 
     def send(self, obj: Any) -> None:
         """Send a picklable object to the callback ``on_message(rank, obj)`` of the launching process.
 
         Any rank may call, at any time. Without a launching process (torchrun, Slurm) it does nothing.
+
+        Args:
+            obj: anything that pickle knows.
         """
         self.channel.send(obj)
 
@@ -153,7 +188,10 @@ class World:
             each.wait()
 
     def receive(self, timeout_s: float | None = None) -> Any:
-        """Wait for the next object that the launching process sent with ``handle.send(obj)``.
+        """Wait for the next object that the launching process sent with ``handle.send(obj)``; return it.
+
+        Args:
+            timeout_s: how long to wait, in seconds; None for as long as it takes.
 
         Raises:
             TimeoutError: nothing came within ``timeout_s`` seconds.

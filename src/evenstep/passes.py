@@ -1,0 +1,94 @@
+"""Forward and backward passes of lanes: what both kinds of lanes (lanes.py, globallanes.py) share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from evenstep.data.batch import LaneBatch
+from evenstep.errors import ConfigError
+from evenstep.staging import Staging
+from evenstep.world import World
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What the lanes gave together in one step; the same on every rank.
+
+    Attributes:
+        loss: the mean loss over the global batch; a 0-dimensional float64 tensor.
+        count: the weights' sum, if the loss function gives (sum, count); else 0.
+        stop: how many processes wish to stop after this step.
+    """
+
+    loss: Tensor
+    count: Tensor
+    stop: Tensor
+
+
+Forward = Callable[[LaneBatch, nn.Module], "tuple[Tensor, float]"]
+"""``forward(part, model)`` runs a lane's forward pass on what ``run`` says is the model, and returns the
+lane's mean loss times its share of the samples and 0; or its sum of losses and the weights' sum."""
+
+Watched = Callable[[LaneBatch], "contextlib.AbstractContextManager[None]"]
+"""``watched(part)``: what a lane's forward and backward pass run in."""
+
+
+def begin_step(
+    step: int, params: Sequence[Tensor], staging: Staging, world: World, *, is_open: bool
+) -> tuple[list[Staging], int]:
+    """Take the gradients away and remember the buffers of all models in training.
+
+    Args:
+        step: the step that begins.
+        params: the parameters of the model whose step it is.
+        staging: the buffers of that model.
+        world: the world.
+        is_open: whether the step before has failed before its sums.
+
+    Returns:
+        The buffers, the model's own first, and how many numbers a lane will give of these.
+
+    Raises:
+        ConfigError: a step is open, so other ranks still wait in it.
+    """
+    if is_open and world.world_size > 1:
+        raise ConfigError(
+            f"step {step} failed before its gradients were summed, and the error was caught: the other "
+            "ranks still wait in that step, so no further one can begin. Let the error of train_step end "
+            "main; all ranks then go on from the last step (--max-restarts), or end together."
+        )
+    for p in params:
+        p.grad = None
+    # A lane may run other models, too, and has to find them as the first lane did.
+    staged = [staging, *(other for other in world.staged if other is not staging)]
+    num_running, *_ = [each.begin() for each in staged]
+    return staged, num_running
+
+
+def param_views(buffer: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
+    """Return each parameter's gradient in a bucket, as DDP lays it out: in the parameter's own strides.
+
+    GradBucket.gradients() takes all of them for contiguous, which a channels_last weight is not.
+    """
+    views, start = [], 0
+    for p in params:
+        part = buffer[start : start + p.numel()]
+        dense = p.is_contiguous() or torch.empty_like(p).stride() == p.stride()
+        views.append(part.as_strided(p.shape, p.stride()) if dense else part.view(p.shape))
+        start += p.numel()
+    return views
+
+
+def unused_error(names: list[str]) -> ConfigError:
+    """Return the error for parameters that have got no gradient."""
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return ConfigError(
+        f"no gradient for the parameters {shown}: the loss does not depend on them, so they would never be "
+        "trained. Remove them, freeze them with requires_grad_(False), or pass --unused-parameters allow "
+        '(unused_parameters="allow") if that is meant.'
+    )
