@@ -17,7 +17,7 @@ from evenstep import Loader, TrainState, cli, cross_entropy, evaluate, train_ste
 from evenstep.errors import ConfigError, DivergedError
 from evenstep.globalnorm import GlobalBatchNorm2d
 from evenstep.handover import HandOver
-from evenstep.state import Numerics
+from evenstep.numerics import Numerics
 from evenstep.testing import kill_at, run_ranks
 from evenstep.world import World
 from worlds import digest, images, trained

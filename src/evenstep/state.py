@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -23,13 +23,13 @@ from evenstep.errors import CheckpointError, ConfigError, DivergedError
 from evenstep.globallanes import GlobalLanes
 from evenstep.heartbeat import Activity, Phase, now
 from evenstep.lanes import Lanes
+from evenstep.numerics import Numerics, autocast, device_name
 from evenstep.optim import Schedule, apply_schedule
+from evenstep.position import Progress
 from evenstep.recovery import doing
 from evenstep.saving import Saved, Saver
 from evenstep.storable import plain_values
 from evenstep.world import World, current
-
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Stateful(Protocol):
@@ -42,69 +42,7 @@ class Stateful(Protocol):
         """Take the state back."""
 
 
-@dataclass(frozen=True)
-class Numerics:
-    """The numerics key: what the bits of a run depend on besides its options and its seed.
-
-    It is stored in every checkpoint. A run that goes on under another key may get other bits from there on.
-    """
-
-    lanes: int
-    threads: int
-    mode: str
-    precision: str
-    compile: bool
-    batchnorm: str
-    device: str
-    torch: str
-
-    def differences(self, other: Mapping[str, Any]) -> list[str]:
-        """Return a line for each field in which ``other`` differs."""
-        return [
-            f"{name}: {other.get(name)!r} in the checkpoint, {value!r} now"
-            for name, value in asdict(self).items()
-            if other.get(name) != value
-        ]
-
-
-@dataclass(frozen=True)
-class Position:
-    """A place in the training data: a step, and where in its epoch it is."""
-
-    step: int
-    epoch: int
-    epoch_step: int
-
-
-@dataclass(frozen=True)
-class LastBatch:
-    """What came of the last batch.
-
-    Attributes:
-        step, epoch, epoch_step: the batch.
-        count: how many steps were done with it.
-        loss, lr, grad_norm: what the last of them gave, see ``evenstep.step.StepResult``.
-    """
-
-    step: int
-    epoch: int
-    epoch_step: int
-    count: int
-    loss: Tensor
-    lr: float
-    grad_norm: float | None
-
-    def values(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        return {**vars(self), "loss": float(self.loss)}
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any], device: torch.device) -> LastBatch:
-        """Return what ``values`` were made from."""
-        return cls(**{**values, "loss": torch.tensor(values["loss"], dtype=torch.float64, device=device)})
-
-
-class TrainState:
+class TrainState(Progress):
     """A model, its optimizer and everything else that a step changes.
 
     Made inside ``main(world)`` on every rank. Moves the model to the process's device, makes rank 0's initial
@@ -166,7 +104,7 @@ class TrainState:
                 "BatchNorm layer to meet, and compiled code does not let them. Leave one of the two out."
             )
         self.world = world or current()
-        self.device = torch.device(self.world.device)
+        super().__init__(torch.device(self.world.device))
         self.model = model.to(self.device)
         self.optimizer = optimizer
         self.schedule = schedule
@@ -177,11 +115,6 @@ class TrainState:
         self.meta: dict[str, Any] = {}
         self.double_lanes_on_oom = False
         self._saver = Saver(self.world)
-        self._last: LastBatch | None = None
-        self._replay: LastBatch | None = None
-        self._replayed = 0
-        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._loss_samples = 0
         self._committed = torch.cuda.Event() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
@@ -202,7 +135,7 @@ class TrainState:
             precision=precision,
             compile=compile,
             batchnorm=batchnorm,
-            device=_device_name(self.device),
+            device=device_name(self.device),
             torch=torch.__version__.split("+")[0],
         )
         self.resumed_from: Path | None = None
@@ -223,41 +156,9 @@ class TrainState:
         if recovery is not None:
             recovery.register(self)
 
-    @property
-    def start(self) -> Position:
-        """The batch to begin with: the next one, or once more the last one.
-
-        What a loop does after a step with the same batch (evaluate, save, report, another model's step) may
-        be undone when a process dies or the run is stopped. So the last batch is handed out again then; its
-        step is not done twice, see ``replayed``.
-        """
-        if self._replay is not None:
-            return Position(self._replay.step, self._replay.epoch, self._replay.epoch_step)
-        return Position(self.step, self.epoch, self.epoch_step)
-
-    def replayed(self, batch: Batch) -> LastBatch | None:
-        """Return what came of the step with this batch, if it was committed before a restart.
-
-        Returns:
-            None if the step is to be done.
-        """
-        last = self._replay
-        if last is None:
-            return None
-        if batch.step == last.step and self._replayed < last.count:
-            self._replayed += 1
-            return last
-        self._replay = None
-        return None
-
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which the forward pass runs."""
         return autocast(self.precision, self.device)
-
-    @property
-    def train_loss(self) -> float | None:
-        """The mean training loss over the samples of the current epoch, or of the one just finished."""
-        return float(self._loss_sum) / self._loss_samples if self._loss_samples else None
 
     @property
     def evaluated_model(self) -> nn.Module:
@@ -315,7 +216,7 @@ class TrainState:
         self.lanes.commit()
         if self._averaged is not None:
             self._averaged.update_parameters(self.model)
-        self._count_step(batch, loss)
+        self.count_step(batch, loss, lr, grad_norm)
         is_due = self.schedule_every == "step" or batch.last_in_epoch
         if (
             is_due
@@ -323,20 +224,7 @@ class TrainState:
             and not isinstance(self.schedule, ReduceLROnPlateau)
         ):
             self.schedule.step()
-        count_of_batch = 1 if self._last is None or self._last.step != batch.step else self._last.count + 1
-        self._last = LastBatch(batch.step, batch.epoch, batch.epoch_step, count_of_batch, loss, lr, grad_norm)
         return lr, grad_norm
-
-    def _count_step(self, batch: Batch, loss: Tensor) -> None:
-        if self.epoch_step == 0:
-            self._loss_sum, self._loss_samples = torch.zeros_like(loss), 0
-        self._loss_sum = self._loss_sum + loss * batch.size
-        self._loss_samples += batch.size
-        self.step += 1
-        if batch.last_in_epoch:
-            self.epoch, self.epoch_step = self.epoch + 1, 0
-        else:
-            self.epoch_step += 1
 
     def training_state(self, *, cut_off: bool = False) -> dict[str, Any]:
         """Return everything but the model's weights, as plain values and tensors.
@@ -345,14 +233,7 @@ class TrainState:
             cut_off: whether the loop had not done all with the last batch; it gets that once more then.
         """
         return {
-            "last": self._last.values() if cut_off and self._last is not None else None,
-            "position": {
-                "step": self.step,
-                "epoch": self.epoch,
-                "epoch_step": self.epoch_step,
-                "loss_sum": float(self._loss_sum),
-                "loss_samples": self._loss_samples,
-            },
+            **self.progress_values(cut_off=cut_off),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict() if isinstance(self.schedule, LRScheduler) else None,
             "scaler": self.scaler.state_dict(),
@@ -468,12 +349,7 @@ class TrainState:
                 self._restore_average(training["averaged"])
             for name, extra in self.extras.items():
                 extra.load_state_dict(training["extras"][name])
-            position = training["position"]
-            self.step, self.epoch, self.epoch_step = (position[k] for k in ("step", "epoch", "epoch_step"))
-            self._loss_sum = torch.tensor(position["loss_sum"], dtype=torch.float64, device=self.device)
-            self._loss_samples = position["loss_samples"]
-            last = training.get("last")
-            self._last = self._replay = None if last is None else LastBatch.of(last, self.device)
+            self.take_progress(training)
         except (KeyError, ValueError, RuntimeError) as error:
             raise CheckpointError(
                 f"{origin} does not fit this run: {error}. It was saved with another optimizer, schedule or "
@@ -489,19 +365,6 @@ class TrainState:
             return
         logger.warning("the checkpoint has no moving average: it begins with the checkpoint's weights")
         self._averaged.module.load_state_dict(self.model.state_dict())
-
-
-def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Return the context in which a forward pass of ``precision`` runs."""
-    if precision == "fp32":
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype=_AUTOCAST[precision])
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"cpu {torch.backends.cpu.get_cpu_capability()}"
 
 
 @contextlib.contextmanager

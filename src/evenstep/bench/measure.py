@@ -20,8 +20,9 @@ from evenstep.config import TrainConfig
 from evenstep.data.batch import Batch
 from evenstep.data.sources import Source
 from evenstep.metrics import cross_entropy
+from evenstep.numerics import autocast
+from evenstep.position import Position
 from evenstep.seeding import mix_array
-from evenstep.state import Position, autocast
 from evenstep.step import Loss, to_device, train_step
 from evenstep.world import World
 
