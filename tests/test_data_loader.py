@@ -17,7 +17,9 @@ from torch.utils.data import Dataset, IterableDataset
 from evenstep.data import fetch
 from evenstep.data.augment import Augment, augment, to_tensor
 from evenstep.data.cache import ImageArrays
-from evenstep.data.loader import Loader, eval_chunks, num_samples
+from evenstep.data.chunks import eval_chunks
+from evenstep.data.dataset import num_samples
+from evenstep.data.loader import Loader
 from evenstep.errors import ConfigError, DataError
 from evenstep.world import World, entered
 

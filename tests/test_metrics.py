@@ -257,7 +257,7 @@ def test_the_rate_counts_all_steps_while_there_are_only_warm_up_steps():
 
 def test_there_is_no_rate_before_the_first_step():
     meter, _ = run_meter([])
-    assert (meter.per_s, meter.current_per_s, meter.eta_s(100)) == (None, None, None)
+    assert (meter.per_s, meter.current_per_s) == (None, None)
 
 
 def test_a_clock_that_stands_still_gives_no_rate():
@@ -265,12 +265,11 @@ def test_a_clock_that_stands_still_gives_no_rate():
     assert (meter.per_s, meter.current_per_s) == (None, None)
 
 
-def test_the_current_rate_forgets_the_first_step_and_follows_changes():
-    meter, _ = run_meter([50, 1, 1, 1])
-    assert meter.current_per_s == pytest.approx(10)
-    meter, _ = run_meter([1] * 20 + [2] * 80)
-    assert meter.current_per_s == pytest.approx(5, rel=0.01)
-    assert meter.per_s > 5.3
+def test_the_current_rate_is_that_of_the_last_update():
+    meter, _ = run_meter([50, 1, 4])
+    assert meter.current_per_s == pytest.approx(10 / 4)
+    meter.update(0)
+    assert meter.current_per_s is None
 
 
 def test_a_pause_does_not_count():
@@ -280,8 +279,3 @@ def test_a_pause_does_not_count():
     clock.now += 1
     meter.update(10)
     assert meter.per_s == pytest.approx(10)
-
-
-def test_the_time_left_is_at_the_current_rate():
-    meter, _ = run_meter([9, 2, 2])
-    assert meter.eta_s(50) == pytest.approx(10)

@@ -330,20 +330,3 @@ def test_apply_schedule_sets_each_groups_rate():
     assert rate.item() == pytest.approx(0.1)
     with pytest.raises(ValueError, match="shorter"):
         optim.apply_schedule(optimizer, [0.1], 0.5)
-
-
-def test_describe_lists_groups_rates_and_parameters():
-    optimizer = optim.make_optimizer(small_model(), "sgd", weight_decay=0.01)
-    assert optim.describe(optimizer) == [
-        "SGD: 90 parameters in 8 tensors",
-        "  group decay: lr 0.05, momentum 0.9, weight decay 0.01; 48 parameters in 2 tensors",
-        "  group no_decay: lr 0.05, momentum 0.9; 42 parameters in 6 tensors",
-    ]
-
-
-def test_describe_takes_any_optimizer():
-    optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(3))], lr=torch.tensor(0.25))
-    assert optim.describe(optimizer) == [
-        "Adam: 3 parameters in 1 tensors",
-        "  group 0: lr 0.25, betas (0.9, 0.999); 3 parameters in 1 tensors",
-    ]

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from evenstep import Loader, TrainState, train_step
-from evenstep.data.loader import eval_chunks
+from evenstep.data.chunks import eval_chunks
 from evenstep.lanes import naive_gradients
 from evenstep.testing import run_ranks
 from evenstep.tree import cover, fold, merges_after_lane

@@ -8,9 +8,10 @@ import sys
 import pytest
 
 from evenstep import cli, track
+from evenstep.banner import Facts
 from evenstep.config import from_flat
 from evenstep.errors import MachineError
-from evenstep.reporter import Facts, Reporter
+from evenstep.reporter import Reporter
 from evenstep.world import World
 
 NOTE = """

@@ -292,7 +292,7 @@ def _tell(config: TrainConfig, notes: Sequence[str]) -> None:
 
 
 def _result(config: TrainConfig, result: Mapping[str, Any] | None) -> int:
-    from evenstep.reporter import final_line
+    from evenstep.banner import final_line
 
     if not rank_0_is_here(config) or result is None:
         return 0

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from evenstep.data.loader import eval_chunks
+from evenstep.data.chunks import eval_chunks
 from evenstep.errors import ConfigError
 from evenstep.heartbeat import Activity, Beat, Phase, now
 from evenstep.recovery import doing

@@ -16,20 +16,23 @@ from torch.optim import Optimizer
 from torch.utils.data import Subset
 
 from evenstep import checkpoint
+from evenstep.banner import Facts
 from evenstep.config import TrainConfig, to_flat
 from evenstep.data.augment import Augment
 from evenstep.data.cache import ImageArrays
-from evenstep.data.loader import Loader, num_samples
+from evenstep.data.dataset import num_samples
+from evenstep.data.loader import Loader
 from evenstep.data.sources import Source, open_source
 from evenstep.errors import ConfigError
 from evenstep.evaluation import evaluate
 from evenstep.loop import Cadence, FitResult, fit
 from evenstep.metrics import classification, cross_entropy, weights_sha256
 from evenstep.models import build, num_parameters
+from evenstep.numerics import autocast
 from evenstep.optim import make_optimizer, make_schedule
 from evenstep.predictions import Recorder, summary
-from evenstep.reporter import Facts, Reporter
-from evenstep.state import TrainState, autocast
+from evenstep.reporter import Reporter
+from evenstep.state import TrainState
 from evenstep.step import train_step
 from evenstep.world import World
 

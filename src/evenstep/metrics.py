@@ -167,70 +167,51 @@ def weights_sha256(state_dict: Mapping[str, Tensor]) -> str:
 
 
 class RateMeter:
-    """Measures samples per second, and estimates the time that is left.
+    """Measures samples per second.
 
-    Call :meth:`update` after each step, and :meth:`restart_clock` after anything that is not training (an
-    evaluation, a checkpoint), so that its time does not count.
+    Call :meth:`update` after each step or after some, and :meth:`restart_clock` after anything that is not
+    training (an evaluation, a checkpoint), so that its time does not count.
 
     Args:
-        warmup_steps: first steps that :attr:`per_s` leaves out, because they build buffers and caches.
-        smoothing: weight of the newest step in :attr:`current_per_s`, 0 to 1.
+        warmup_steps: first updates that :attr:`per_s` leaves out, because they build buffers and caches.
         clock: gives the time in seconds.
     """
 
-    def __init__(
-        self,
-        warmup_steps: int = 3,
-        smoothing: float = 0.1,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, warmup_steps: int = 3, clock: Callable[[], float] = time.perf_counter) -> None:
         self._warmup_steps = warmup_steps
-        self._smoothing = smoothing
         self._clock = clock
         self._last = clock()
         self._steps = 0
         self._all = (0, 0.0)
         self._counted = (0, 0.0)
-        self._smooth: tuple[float, float] | None = None
+        self._newest = (0, 0.0)
 
     def restart_clock(self) -> None:
         """Forget the time since the last step."""
         self._last = self._clock()
 
     def update(self, samples: int) -> None:
-        """Count a step that has just ended, of ``samples`` samples over all processes."""
+        """Count what has just ended: ``samples`` samples over all processes."""
         now = self._clock()
         seconds, self._last = now - self._last, now
         self._steps += 1
+        self._newest = (samples, seconds)
         self._all = (self._all[0] + samples, self._all[1] + seconds)
         if self._steps > self._warmup_steps:
             self._counted = (self._counted[0] + samples, self._counted[1] + seconds)
-        # Samples and seconds are smoothed apart: the mean of rates would overrate short steps. The step
-        # after the first starts afresh, since the first is much slower than all others.
-        weight = 1.0 if self._smooth is None or self._steps == 2 else self._smoothing
-        old = self._smooth or (0.0, 0.0)
-        self._smooth = (
-            old[0] + weight * (samples - old[0]),
-            old[1] + weight * (seconds - old[1]),
-        )
 
     @property
     def per_s(self) -> float | None:
-        """Samples per second over the steps after the warm-up; over all steps while there are no such yet.
+        """Samples per second over the updates after the warm-up; over all while there are no such yet.
 
-        None before the first step.
+        None before the first.
         """
         return _rate(self._counted) or _rate(self._all)
 
     @property
     def current_per_s(self) -> float | None:
-        """Samples per second lately: an exponential moving average; None before the first step."""
-        return None if self._smooth is None else _rate(self._smooth)
-
-    def eta_s(self, samples_left: int) -> float | None:
-        """Return the seconds that ``samples_left`` samples will take at the current rate; None if unknown."""
-        rate = self.current_per_s
-        return None if rate is None else samples_left / rate
+        """Samples per second in the last update; None before the first."""
+        return _rate(self._newest)
 
 
 def _rate(samples_and_seconds: tuple[float, float]) -> float | None:

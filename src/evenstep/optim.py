@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -103,11 +103,15 @@ class Schedule:
     """
 
     name: Literal["step", "cosine", "onecycle", "constant"]
+    """The shape, see :func:`make_schedule`."""
     total_steps: int | None = None
     """Steps of the whole run; None if that is not known."""
     decay: float = 0.3
+    """The factor of ``step``."""
     decay_epochs: int = 5
+    """Epochs between two decays of ``step``."""
     warmup_steps: int = 0
+    """Steps in which the factor grows linearly, before the shape begins."""
 
     def factor(self, step: int, epoch: int) -> float:
         """Return what the base learning rate is multiplied with in a step.
@@ -224,23 +228,3 @@ def apply_schedule(optimizer: optim.Optimizer, base_lrs: Sequence[float], factor
             group["lr"].fill_(base_lr * factor)
         else:
             group["lr"] = base_lr * factor
-
-
-def describe(optimizer: optim.Optimizer) -> list[str]:
-    """Return lines for the log: the optimizer, then each group with its settings and number of parameters."""
-    groups = optimizer.param_groups
-    lines = [f"{type(optimizer).__name__}: {_count(p for group in groups for p in group['params'])}"]
-    for index, group in enumerate(groups):
-        settings = [f"lr {float(group['lr']):.6g}"]
-        settings += [
-            f"{key.replace('_', ' ')} {group[key]}"
-            for key in ("momentum", "nesterov", "betas", "weight_decay")
-            if group.get(key)
-        ]
-        lines.append(f"  group {group.get('name', index)}: {', '.join(settings)}; {_count(group['params'])}")
-    return lines
-
-
-def _count(parameters: Iterable[Tensor]) -> str:
-    sizes = [p.numel() for p in parameters]
-    return f"{sum(sizes):,} parameters in {len(sizes)} tensors"

@@ -10,7 +10,6 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,145 +17,14 @@ import tqdm
 from loguru import logger
 
 from evenstep import report
+from evenstep.banner import Facts, banner, group_lines
 from evenstep.config import TrainConfig, to_flat
 from evenstep.errors import MachineError, StoppedError
+from evenstep.metrics import RateMeter
 from evenstep.records import MetricsFile, save_config, start_line
 from evenstep.timing import Times, slowest
 from evenstep.track import Tracker, open_tracker
-from evenstep.world import World, num_cores, share
-
-
-@dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What is known of a run once its data and its model are there.
-
-    Attributes:
-        data: name of the data set.
-        train_samples: its size; None if unknown (an iterable data set).
-        test_samples: size of the test set; None if unknown.
-        steps_per_epoch: None if unknown.
-        total_steps: the step at which the run ends; None if unknown.
-        num_parameters: how many numbers the model learns.
-        groups: the optimizer's ``param_groups``.
-        lr: the learning rate that the schedule starts from.
-        start_step: the step that the run goes on from, 0 for a new run.
-        start_epoch: the epoch that belongs to it.
-        data_note: why these data and no others, if that was decided for the user.
-    """
-
-    data: str
-    train_samples: int | None
-    test_samples: int | None
-    steps_per_epoch: int | None
-    total_steps: int | None
-    num_parameters: int
-    groups: Sequence[Mapping[str, Any]] = ()
-    lr: float | None = None
-    start_step: int = 0
-    start_epoch: int = 0
-    data_note: str | None = None
-
-
-def banner(config: TrainConfig, world: World, facts: Facts) -> list[str]:
-    """Return the lines that say what is about to happen: the arithmetic, and each choice made by itself."""
-    lines = [
-        f"evenstep: {config.model.model} ({facts.num_parameters:,} parameters) on {facts.data}, "
-        f"{world.mode} mode, seed {world.seed}, run {world.run_dir or '(none)'}",
-        _batch_line(config.optim.batch_size, world),
-    ]
-    if facts.train_samples is not None and facts.steps_per_epoch is not None:
-        last = facts.train_samples % config.optim.batch_size
-        images = f"{facts.train_samples:,} train images -> {facts.steps_per_epoch:,} steps an epoch"
-        lines.append(images + (f" (the last with {last})" if last else ""))
-        if facts.test_samples is not None:
-            lines[-1] += f"; {facts.test_samples:,} test images"
-    if facts.start_step:
-        lines.append(f"going on from step {facts.start_step:,} (epoch {facts.start_epoch})")
-    lines += [f"  {line}" for line in _choices(config, world)]
-    if facts.data_note:
-        lines.append(f"  data {facts.data}: {facts.data_note}")
-    if config.optim.lr is None and facts.lr is not None:
-        lines.append(f"  lr {facts.lr:g}: the default of {config.optim.optimizer} (--lr)")
-    lines += [f"  optimizer {line}" for line in group_lines(facts.groups)]
-    return lines
-
-
-def _batch_line(batch_size: int, world: World) -> str:
-    sizes = {len(share(lane, world.lanes, batch_size)) for lane in range(world.lanes)}
-    owned = {len(world.lanes_of(rank)) for rank in range(world.world_size)}
-    return (
-        f"batch {batch_size} = {_count(world.lanes, 'lane')} x {_or(sizes)}; "
-        f"{_count(world.world_size, 'process', 'es')} x {_or(owned)} {'lane' if owned == {1} else 'lanes'} x "
-        f"{_count(world.threads, 'thread')} on {world.device.partition(':')[0]} ({world.backend})"
-    )
-
-
-def _choices(config: TrainConfig, world: World) -> list[str]:
-    wanted = config.process
-    lines = []
-    on_gpu = world.device.startswith("cuda")
-    if wanted.nproc == "auto":
-        reason = "one per GPU" if on_gpu else f"no GPU, {_count(num_cores(), 'CPU core')}, at most 4"
-        if wanted.lanes is not None:
-            reason += f", and no more than {_count(wanted.lanes, 'lane')}"
-        lines.append(f"nproc {world.local_world_size}: {reason} (--nproc)")
-    if wanted.lanes is None:
-        lines.append(
-            f"lanes {world.lanes}: one per process; to go on later with the same bits on more processes, "
-            f"start with --lanes {world.lanes * 4}"
-        )
-    if wanted.threads is None:
-        lines.append(
-            f"threads {world.threads}: {_count(num_cores(), 'core')} // "
-            f"{_count(world.lanes, 'lane') if world.mode == 'exact' else 'processes'}, "
-            "at least 1 (--threads)"
-        )
-    if wanted.device == "auto":
-        lines.append(
-            f"device {world.device.partition(':')[0]}: {'a' if on_gpu else 'no'} GPU found (--device)"
-        )
-    return lines
-
-
-def group_lines(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return one line for each of an optimizer's ``param_groups``: sizes and hyperparameters."""
-    lines = []
-    for number, group in enumerate(groups):
-        params = list(group["params"])
-        values = ", ".join(
-            f"{key} {value:g}"
-            for key, value in group.items()
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and key != "initial_lr"
-        )
-        size = sum(p.numel() for p in params)
-        lines.append(f"group {number}: {_count(len(params), 'tensor')}, {size:,} values, {values}")
-    return lines
-
-
-def _count(number: int, one: str, more: str = "s") -> str:
-    return f"{number:,} {one}{'' if number == 1 else more}"
-
-
-def _or(numbers: set[int]) -> str:
-    return " or ".join(str(number) for number in sorted(numbers))
-
-
-def final_line(result: Mapping[str, Any]) -> str:
-    """Return the result of ``evenstep train`` or ``evenstep eval`` as one line for people."""
-    parts = []
-    if result.get("test_accuracy") is not None:
-        samples, total = int(result["test_samples"]), result.get("test_total")
-        count = f"{samples:,}" if total is None else f"{samples:,} of {total:,}"
-        parts.append(f"test accuracy {100 * result['test_accuracy']:.2f} % ({count} images, each once)")
-    if result.get("test_loss") is not None:
-        parts.append(f"test loss {result['test_loss']:.4f}")
-    if result.get("weights_sha256"):
-        parts.append(f"weights {result['weights_sha256'][:12]}")
-    if result.get("step") is not None:
-        parts.append(f"step {result['step']:,}")
-    if result.get("run_dir"):
-        parts.append(f"run {result['run_dir']}")
-    return ", ".join(parts)
+from evenstep.world import World
 
 
 class Reporter:
@@ -183,8 +51,8 @@ class Reporter:
         self._report: report.Refresher | None = None
         self._facts: Facts | None = None
         self._times: Times | None = None
-        self._begun = self._since = time.perf_counter()
-        self._images = 0
+        self._begun = time.perf_counter()
+        self._meter, self._images = RateMeter(), 0
 
     def __enter__(self) -> Reporter:
         return self
@@ -246,7 +114,8 @@ class Reporter:
                 file=self._stream,
                 **_bar_size(self._stream),
             )
-        self._begun = self._since = time.perf_counter()
+        self._begun = time.perf_counter()
+        self._meter.restart_clock()
 
     def step(
         self, step: int, epoch: int, loss: Any, lr: float, images: int, grad_norm: float | None = None
@@ -265,7 +134,7 @@ class Reporter:
             return
         if self._world.restart and self._facts is not None and step == self._facts.start_step + 1:
             # It may have been done before the failure, and take no time now. It says nothing about the speed.
-            self._since = time.perf_counter()
+            self._meter.restart_clock()
         else:
             self._images += images
         if self._bar is not None:
@@ -274,10 +143,9 @@ class Reporter:
         if step % self._config.output.log_every and step != total:
             return
         value = float(loss)
-        now = time.perf_counter()
-        rate = self._images / max(now - self._since, 1e-9) if self._images else None
+        self._meter.update(self._images)
+        self._images, rate = 0, self._meter.current_per_s
         speed = "" if rate is None else f"{rate:,.0f} images/s"
-        self._images, self._since = 0, now
         extra = {} if grad_norm is None else {"grad_norm": float(grad_norm)}
         images_per_s = None if rate is None else round(rate, 1)
         self._write("train", step, epoch, loss=value, lr=lr, images_per_s=images_per_s, **extra)
@@ -298,7 +166,7 @@ class Reporter:
         samples = f"  ({int(metrics['samples']):,} images)" if "samples" in metrics else ""
         self.message(f"evaluation after step {step}: {shown}{samples}")
         self._refresh()
-        self._since, self._images = time.perf_counter(), 0
+        self._forget_time()
 
     def times(self, step: int, epoch: int, times: Times) -> None:
         """Keep where the time of every rank went."""
@@ -317,7 +185,7 @@ class Reporter:
         """Report a checkpoint that was written."""
         self._write("checkpoint", step, epoch, path=str(path))
         self.message(f"saved {path}")
-        self._since, self._images = time.perf_counter(), 0
+        self._forget_time()
 
     def epoch_end(self, step: int, epoch: int, groups: Sequence[Mapping[str, Any]]) -> None:
         """Log the learning rate and the optimizer's groups at the end of an epoch."""
@@ -347,6 +215,10 @@ class Reporter:
         self._refresh(at_last=True)
         if self._report.error is None:
             self.message(f"report {self._report.path}")
+
+    def _forget_time(self) -> None:
+        self._meter.restart_clock()
+        self._images = 0
 
     def message(self, text: str) -> None:
         """Show a line without breaking the bar."""

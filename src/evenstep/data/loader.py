@@ -13,19 +13,16 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-import numpy as np
-from torch.utils.data import IterableDataset, default_collate
-
 from evenstep import seeding
 from evenstep.config import check_batch_size
 from evenstep.data.augment import Augment
 from evenstep.data.batch import Batch, LaneBatch
 from evenstep.data.cache import ImageArrays
+from evenstep.data.dataset import check_image_options, checked_size, reading_of
 from evenstep.data.fetch import (
     Collate,
     Normalize,
     Part,
-    Reading,
     Request,
     Stream,
     read_arrays,
@@ -33,7 +30,7 @@ from evenstep.data.fetch import (
     read_stream,
 )
 from evenstep.data.shards import ShardedStream, has_shards, sharded_epoch
-from evenstep.errors import ConfigError, DataError
+from evenstep.errors import ConfigError
 from evenstep.heartbeat import Activity, now
 from evenstep.world import World, current, share
 
@@ -52,19 +49,6 @@ class Position(Protocol):
     @property
     def epoch_step(self) -> int:
         """Steps committed in the current epoch."""
-
-
-def num_samples(dataset: Any) -> int | None:
-    """Return how many samples a dataset has, or None for an iterable dataset, which tells nobody."""
-    if isinstance(dataset, IterableDataset):
-        return None
-    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
-        return len(dataset)
-    raise ConfigError(
-        f"{type(dataset).__name__} is not a dataset: it has not both __len__ and __getitem__ (map-style), "
-        "nor is it a torch.utils.data.IterableDataset. Make it one of these; in place of a DataLoader, pass "
-        "the dataset inside it."
-    )
 
 
 class Loader:
@@ -131,11 +115,11 @@ class Loader:
         self.dataset, self.batch_size, self.shuffle = dataset, batch_size, shuffle
         self.seed = self.world.seed if seed is None else seed
         self.augment, self.normalize = augment, normalize
-        self.reading = _reading(dataset, self.world, self.seed, workers, collate_fn)
+        self.reading = reading_of(dataset, self.world, self.seed, workers, collate_fn)
         self._open: weakref.WeakSet[Any] = weakref.WeakSet()
         check_batch_size(batch_size, self.world.lanes)
-        self.num_samples = _checked_size(dataset)
-        _check_image_options(dataset, augment=augment, normalize=normalize)
+        self.num_samples = checked_size(dataset)
+        check_image_options(dataset, augment=augment, normalize=normalize)
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -157,8 +141,7 @@ class Loader:
         Raises:
             ConfigError: the position is outside the epoch: another data set or batch size.
         """
-        if self.world.observer is not None:
-            self.world.observer.reading(self)
+        self.world.observer.reading(self)
         # A TrainState says itself where to begin: after a restart with the batch in hand.
         position = getattr(position, "start", position)
         step, epoch, epoch_step = position.step, position.epoch, position.epoch_step
@@ -298,80 +281,9 @@ def lane_parts(batch: tuple[int, ...], world: World) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def eval_chunks(
-    dataset: Any,
-    *,
-    chunk_size: int,
-    world: World,
-    workers: int = 0,
-    normalize: Normalize | None = None,
-    collate_fn: Collate | None = None,
-) -> Iterator[tuple[int, int, Any]]:
-    """Yield this process's chunks of a dataset as (chunk, size, data), in order, each sample once.
-
-    Chunk c has the samples ``[c*chunk_size, (c+1)*chunk_size)``; the last may be shorter. Rank r gets
-    ``share(r, world_size, num_chunks)``. The number of chunks of an iterable dataset is not known, so there
-    every rank reads the whole stream and keeps the chunks c with ``c % world_size == rank``. Random
-    transforms are seeded as in epoch 0. A rank may get no chunk.
-
-    Args:
-        dataset: as for :class:`Loader`; ``data`` is as there.
-        chunk_size: samples in a chunk.
-        world: ranks and seed.
-        workers: DataLoader worker processes of this process.
-        normalize: (mean, std), for ImageArrays only.
-        collate_fn: as for :class:`Loader`.
-
-    Raises:
-        ConfigError: an argument cannot be, or does not fit this kind of dataset.
-        DataError: the dataset is empty.
-    """
-    if chunk_size < 1:
-        raise ConfigError(f"chunk_size is {chunk_size}; a chunk needs at least 1 sample.")
-    reading = _reading(dataset, world, world.seed, workers, collate_fn)
-    size = _checked_size(dataset)
-    _check_image_options(dataset, augment=None, normalize=normalize)
-    if size is None:
-        return _stream_chunks(dataset, chunk_size, world, reading)
-    chunks = (
-        Part(chunk, len(rows), tuple(rows))
-        for chunk in share(world.rank, world.world_size, -(-size // chunk_size))
-        for rows in [range(chunk * chunk_size, min((chunk + 1) * chunk_size, size))]
-    )
-    return _sized_chunks(dataset, list(chunks), reading, normalize)
-
-
-def _sized_chunks(
-    dataset: Any, chunks: list[Part], reading: Reading, normalize: Normalize | None
-) -> Iterator[tuple[int, int, Any]]:
-    requests = [Request(0, (part,)) for part in chunks]
-    if not isinstance(dataset, ImageArrays):
-        for part, data in zip(chunks, read_items(dataset, requests, reading), strict=True):
-            yield part.number, part.size, data[0]
-        return
-    for part, request in zip(chunks, requests, strict=True):
-        data = read_arrays(dataset, request, seed=reading.seed, options=None, normalize=normalize)
-        yield part.number, part.size, data[0]
-
-
-def _stream_chunks(
-    dataset: Any, chunk_size: int, world: World, reading: Reading
-) -> Iterator[tuple[int, int, Any]]:
-    split = functools.partial(_stream_chunk, world=world, chunk_size=chunk_size)
-    for answer in read_stream(Stream(dataset, chunk_size, split, reading, epochs=1), reading):
-        for part, data in zip(answer.parts, answer.data, strict=True):
-            yield part.number, part.size, data
-
-
-# Functions of the module, not closures, because a worker process may have to unpickle them.
+# A function of the module, not a closure, because a worker process may have to unpickle it.
 def _stream_lanes(number: int, size: int, *, world: World, batch_size: int) -> tuple[Part, ...]:
     return lane_parts(tuple(range(number * batch_size, number * batch_size + size)), world)
-
-
-def _stream_chunk(number: int, size: int, *, world: World, chunk_size: int) -> tuple[Part, ...]:
-    if number % world.world_size != world.rank:
-        return ()
-    return (Part(number, size, tuple(range(number * chunk_size, number * chunk_size + size))),)
 
 
 def _lane_batches(parts: Sequence[Part], data: list[Any]) -> tuple[LaneBatch, ...]:
@@ -382,43 +294,3 @@ def _lane_batches(parts: Sequence[Part], data: list[Any]) -> tuple[LaneBatch, ..
 
 def _first(items: Iterator[Any], n: int | None) -> Iterator[Any]:
     return items if n is None else (item for _, item in zip(range(n), items, strict=False))
-
-
-def _reading(dataset: Any, world: World, seed: int, workers: int, collate_fn: Collate | None) -> Reading:
-    if workers < 0:
-        raise ConfigError(f"workers is {workers}; it must be 0 or more, for example --workers 2.")
-    if workers > 1 and isinstance(dataset, IterableDataset):
-        raise ConfigError(
-            f"workers is {workers}, but {type(dataset).__name__} is an iterable dataset: its stream has one "
-            "order, and two workers would each read all of it. Use --workers 1, or give the dataset __len__ "
-            "and __getitem__."
-        )
-    return Reading(seed, workers, world.device, collate_fn or default_collate)
-
-
-def _checked_size(dataset: Any) -> int | None:
-    size = num_samples(dataset)
-    if size == 0:
-        raise DataError(
-            f"the dataset ({type(dataset).__name__}) has no samples, so there is nothing to read. "
-            "Check --data."
-        )
-    return size
-
-
-def _check_image_options(dataset: Any, *, augment: Augment | None, normalize: Normalize | None) -> None:
-    given = "augment" if augment is not None else "normalize" if normalize is not None else None
-    if given is not None and not isinstance(dataset, ImageArrays):
-        raise ConfigError(
-            f"{given} works on the images of evenstep's own sources, not on {type(dataset).__name__}, whose "
-            "items may be anything. Leave out --augment and put the transform into the dataset."
-        )
-    if normalize is not None:
-        channels = dataset.images.shape[3]
-        if any(len(numbers) != channels for numbers in normalize):
-            raise ConfigError(
-                f"normalize has {len(normalize[0])} means and {len(normalize[1])} standard deviations for "
-                f"images of {channels} channels; give one of each per channel."
-            )
-        if not np.all(np.asarray(normalize[1]) > 0):
-            raise ConfigError(f"normalize has the standard deviations {normalize[1]}; each must be above 0.")

@@ -58,7 +58,7 @@ def check_data(spec: str, data_dir: str, workers: int, start_method: str | None 
         start_method: how Python starts processes; by default asked.
     """
     from evenstep import program
-    from evenstep.data.loader import num_samples
+    from evenstep.data.dataset import num_samples
     from evenstep.data.sources import open_source
 
     try:
