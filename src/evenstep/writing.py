@@ -134,8 +134,8 @@ def write_files(run_dir: str | Path, content: Content) -> Path:
             }
             (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
             for name in (MODEL, TRAINING, MANIFEST):
-                _flush(temporary / name)
-            _flush(temporary)
+                flush(temporary / name)
+            flush(temporary)
             _put_in_place(temporary, target, manifest)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
