@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from evenstep import cli, evaluate, health, stacks
+from evenstep import evaluate, health, options, stacks
 from evenstep.config import from_flat
 from evenstep.errors import ConfigError, MemoryExhaustedError, WorkerError
 from evenstep.failure import Frame
@@ -527,7 +527,7 @@ def test_the_heartbeat_shows_what_a_rank_is_about():
 
 
 def test_the_command_passes_the_options_on():
-    given = cli._launch_options(from_flat({"hang_after": 5.0, "on_hang": "abort"}))
+    given = options.launch_options(from_flat({"hang_after": 5.0, "on_hang": "abort"}))
     assert (given["hang_after"], given["on_hang"]) == (5.0, "abort")
     assert health.Watch(hang_after=0.0).on_hang == "wait"
 

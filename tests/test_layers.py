@@ -53,6 +53,7 @@ LAYERS = {
         "memory",
         "step",
         "evaluation",
+        "objective",
         "drift",
         "predictions",
         "timing",

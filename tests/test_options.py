@@ -8,6 +8,7 @@ import pytest
 from evenstep import options, rundir
 from evenstep.config import field_groups, from_flat, to_flat
 from evenstep.errors import CheckpointError, ConfigError, MachineError
+from evenstep.launcher import LaunchOptions
 
 NOW = datetime.datetime(2024, 5, 6, 7, 8, 9)
 
@@ -267,3 +268,12 @@ def test_eval_without_a_checkpoint_or_a_config(tmp_path):
     run = make_run(tmp_path / "r")
     with pytest.raises(CheckpointError, match=r"config\.toml is missing.*evenstep\.evaluate"):
         options.eval_config(options.parse_eval(["--run-dir", str(run)]))
+
+
+def test_launch_options_are_arguments_of_launch():
+    config = from_flat({"nproc": 2, "lanes": 4, "seed": 7, "hang_after": 5.0})
+    found = options.launch_options(config, leave_out=("nproc", "run_dir"))
+    assert (found["lanes"], found["seed"], found["hang_after"]) == (4, 7, 5.0)
+    whole = options.launch_options(config)
+    assert whole.keys() - found.keys() == {"nproc", "run_dir"}
+    assert LaunchOptions.of(whole).nproc == 2  # it refuses what launch does not know

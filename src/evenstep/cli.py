@@ -113,7 +113,7 @@ def train(argv: Sequence[str]) -> int:
     if options.wants_help(argv):
         options.parse(argv)
     options.check_flags(argv)  # a mistyped flag is the likeliest error; no fork server for it
-    place = _begin()
+    place = begin()
     from evenstep.log import check_rotation
 
     asked = options.parse(argv)
@@ -122,7 +122,7 @@ def train(argv: Sequence[str]) -> int:
     config = open_run_dir(config)
     _tell(config, asked.notes)
     try:
-        config = _prepared(config)
+        config = prepared(config)
     except EvenstepError:
         with contextlib.suppress(OSError):  # a run that was there before is not empty, and stays
             Path(str(config.run.run_dir)).rmdir()
@@ -154,7 +154,7 @@ def _trained(config: TrainConfig) -> Mapping[str, Any] | None:
 
     while True:
         try:
-            result: Mapping[str, Any] | None = launch(train_job, config, **_launch_options(config))
+            result: Mapping[str, Any] | None = launch(train_job, config, **options.launch_options(config))
             return result
         except MemoryExhaustedError as error:
             from evenstep.memory import retried
@@ -169,17 +169,17 @@ def _trained(config: TrainConfig) -> Mapping[str, Any] | None:
 def evaluate(argv: Sequence[str]) -> int:
     """Run ``evenstep eval``: the numbers of a checkpoint once more, on any number of processes."""
     config, checkpoint = options.eval_config(options.parse_eval(argv))
-    place = _begin()
+    place = begin()
     if place is not None:
         config = _placed(config, place)
     _tell(config, (f"evaluating {checkpoint}",))
 
-    config = _prepared(config)
+    config = prepared(config)
 
     from evenstep.jobs import eval_job
     from evenstep.launcher import launch
 
-    result = launch(eval_job, config, str(checkpoint), **_launch_options(config))
+    result = launch(eval_job, config, str(checkpoint), **options.launch_options(config))
     return _result(config, result)
 
 
@@ -204,14 +204,14 @@ def examine(argv: Sequence[str]) -> int:
     """Run ``evenstep doctor``: exit code 3 if something will end a run."""
     asked = options.parse_doctor(argv)
     if asked.bandwidth:
-        _begin()
+        begin()
 
     from evenstep.doctor.examine import run
 
     return run(asked)
 
 
-def _begin() -> worlds.Placement | None:
+def begin() -> worlds.Placement | None:
     """Get ready to start workers, and return the place of this process if it is a worker itself."""
     place = worlds.placement()
     if place is None:
@@ -226,7 +226,7 @@ def _begin() -> worlds.Placement | None:
     return place
 
 
-def _prepared(config: TrainConfig) -> TrainConfig:
+def prepared(config: TrainConfig) -> TrainConfig:
     """Download and decode the data, and return the config with the source that ``auto`` stands for."""
     from evenstep.data.sources import prepare
 
@@ -252,36 +252,6 @@ def _placed(config: TrainConfig, place: worlds.Placement) -> TrainConfig:
             f"--lanes {place.world_size}."
         )
     return from_flat({"nproc": place.local_world_size}, config)
-
-
-def _launch_options(config: TrainConfig) -> dict[str, Any]:
-    process, run, output = config.process, config.run, config.output
-    return {
-        "nproc": process.nproc,
-        "nnodes": process.nnodes,
-        "rdzv_endpoint": process.rdzv_endpoint,
-        "rdzv_id": process.rdzv_id,
-        "lanes": process.lanes,
-        "device": process.device,
-        "gpus": process.gpus,
-        "gpu_memory_fraction": process.gpu_memory_fraction,
-        "backend": process.backend,
-        "threads": process.threads,
-        "seed": run.seed,
-        "mode": run.mode,
-        "started": worlds.process_started(),  # from the return key on, not from here
-        "run_dir": run.run_dir,
-        "resume": run.resume,
-        "timeout_s": process.timeout_s,
-        "max_restarts": process.max_restarts,
-        "nproc_min": process.nproc_min,
-        "stop_grace_s": process.stop_grace_s,
-        "hang_after": process.hang_after,
-        "on_hang": process.on_hang,
-        "log_level": output.log_level,
-        "log_rotation": output.log_rotation,
-        "log_diagnose": output.log_diagnose,
-    }
 
 
 def _tell(config: TrainConfig, notes: Sequence[str]) -> None:

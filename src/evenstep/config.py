@@ -27,6 +27,7 @@ else:
 
 MODELS = ("net", "resnet9")
 SOURCES = ("auto", "cifar10", "digits")
+CROSS_ENTROPY = "cross_entropy"
 
 
 def _positive(name: str, value: float | None) -> None:
@@ -190,8 +191,10 @@ class OptimConfig:
     """Epochs of linear warm-up from 0, for step, cosine and constant."""
     clip_norm: float | None = None
     """Clip the norm of the whole gradient to this."""
+    loss: str = CROSS_ENTROPY
+    """cross_entropy, or module:callable: loss(model, batch), the mean over the samples of the batch."""
     label_smoothing: float = 0.0
-    """Label smoothing of the training loss, 0 to 1."""
+    """cross_entropy: label smoothing of the training loss, 0 to 1."""
     ema_decay: float | None = None
     """Keep an exponential moving average of the weights with this decay, and evaluate it."""
 
@@ -202,6 +205,16 @@ class OptimConfig:
             raise ConfigError(
                 f"label_smoothing is {self.label_smoothing}; it must be at least 0 and below 1, for example "
                 "--label-smoothing 0.1."
+            )
+        if ":" not in self.loss and self.loss != CROSS_ENTROPY:
+            raise ConfigError(
+                f"unknown loss {self.loss!r}.{did_you_mean(self.loss, [CROSS_ENTROPY])} Use --loss "
+                f"{CROSS_ENTROPY}, or your own with --loss module:callable."
+            )
+        if self.label_smoothing and self.loss != CROSS_ENTROPY:
+            raise ConfigError(
+                f"label_smoothing is {self.label_smoothing}, and the loss is {self.loss}, which would not "
+                f"know of it. Leave out --label-smoothing, or use --loss {CROSS_ENTROPY}."
             )
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ConfigError(
@@ -219,6 +232,8 @@ class OutputConfig:
     """Epochs between checkpoints; the end of the run is always saved."""
     checkpoint_every_steps: int | None = None
     """Steps between checkpoints, besides those at the ends of epochs."""
+    metrics: str | None = None
+    """module:callable: metrics(model, batch), measured in evaluations: for each name one value a sample."""
     keep: int = 3
     """How many checkpoints to keep, besides the best one."""
     check_every: int = 100
@@ -244,6 +259,11 @@ class OutputConfig:
     def __post_init__(self) -> None:
         for name in ("evaluate_every", "checkpoint_every", "checkpoint_every_steps", "keep", "log_every"):
             _positive(name, getattr(self, name))
+        if self.metrics is not None and ":" not in self.metrics:
+            raise ConfigError(
+                f"metrics is {self.metrics!r}; it must name a function of yours as module:callable, such as "
+                "--metrics my_project:metrics. Loss and accuracy are measured without it."
+            )
         if self.check_every < 0:
             raise ConfigError(
                 f"check_every is {self.check_every}; it must be 0 or more, for example --check-every 100, "

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from evenstep.data.chunks import eval_chunks
 from evenstep.errors import ConfigError
 from evenstep.heartbeat import Activity, Beat, Phase, now
+from evenstep.metrics import kind_of
 from evenstep.recovery import doing
 from evenstep.step import to_device
 from evenstep.world import World, current
@@ -57,7 +58,7 @@ def evaluate(
         One mean a name, and ``samples``: how many samples were evaluated. The same on every rank.
 
     Raises:
-        ConfigError: a metric has the wrong shape.
+        ConfigError: a metric has the wrong shape or type.
         DataError: the data set is empty.
     """
     world = world or current()
@@ -69,7 +70,7 @@ def evaluate(
         with doing(world, Phase.EVALUATING), torch.inference_mode(), context():
             for chunk, size, data in eval_chunks(dataset, chunk_size=chunk_size, world=world, **loading):
                 now(world, Activity.EVALUATE)
-                values = metrics(model, to_device(data, device))
+                values = as_mapping(metrics(model, to_device(data, device)))
                 own.append((chunk, size, {name: _sum(name, v, size) for name, v in values.items()}))
     finally:
         for module, training in was_training.items():
@@ -119,18 +120,48 @@ def _has_gone_on(beat: Beat, step: int) -> bool:
     return beat.activity in (Activity.FORWARD, Activity.REDUCE) and beat.step >= step
 
 
+def as_mapping(values: Any) -> Mapping[str, Any]:
+    """Return what a metrics function gave for a chunk.
+
+    Raises:
+        ConfigError: it is no mapping from names.
+    """
+    if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
+        raise ConfigError(
+            f"the metrics function returned {kind_of(values)}; expected a dict with one value a sample for "
+            "each name. Give the values a name: return {'error': values}."
+        )
+    return values
+
+
 def _sum(name: str, value: Any, size: int) -> tuple[float, float]:
     """Return the sum and the weight of one metric over one chunk, summed in float64."""
+    wanted = f"Return one value a sample, a tensor of shape ({size},), or their mean, or (sum, count)."
+    if name == "samples":
+        raise ConfigError(
+            "a metric is called 'samples', as evaluate calls the number of samples: one of the two would be "
+            "lost. Give it another name."
+        )
     if isinstance(value, tuple):
+        if len(value) != 2 or not all(_is_number(part) for part in value):
+            raise ConfigError(f"metric {name!r} is {kind_of(value)}; a tuple must be (sum, count). {wanted}")
         return float(value[0]), float(value[1])
+    if not isinstance(value, Tensor) or value.is_complex():
+        raise ConfigError(f"metric {name!r} is {kind_of(value)}; expected real numbers in a tensor. {wanted}")
     if value.dim() == 0:
         return float(value) * size, float(size)
     if value.shape != (size,):
         raise ConfigError(
             f"metric {name!r} has shape {tuple(value.shape)} for {size} samples; the mean would be wrong. "
-            f"Return one value a sample, shape ({size},), or their mean, or (sum, count)."
+            f"{wanted}"
         )
     return float(value.double().sum()), float(size)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, (int, float))
 
 
 def _means(chunks: list[tuple[int, int, dict[str, tuple[float, float]]]]) -> dict[str, float]:

@@ -26,9 +26,10 @@ from evenstep.data.sources import Source, open_source
 from evenstep.errors import ConfigError
 from evenstep.evaluation import evaluate
 from evenstep.loop import Cadence, FitResult, fit
-from evenstep.metrics import classification, cross_entropy, weights_sha256
+from evenstep.metrics import classification, weights_sha256
 from evenstep.models import build, num_parameters
 from evenstep.numerics import autocast
+from evenstep.objective import best_of, loss_of, metrics_of, own_metrics
 from evenstep.optim import make_optimizer, make_schedule
 from evenstep.predictions import Recorder, summary
 from evenstep.reporter import Reporter
@@ -62,7 +63,7 @@ def train_job(world: World, config: TrainConfig) -> dict[str, Any]:
         result = fit(
             state,
             loader,
-            cross_entropy(optim.label_smoothing),
+            loss_of(config),
             epochs=optim.epochs,
             steps=optim.steps,
             evaluation=_evaluation(config, source, state, recorder),
@@ -71,6 +72,7 @@ def train_job(world: World, config: TrainConfig) -> dict[str, Any]:
                 checkpoint_every=config.output.checkpoint_every,
                 checkpoint_every_steps=config.output.checkpoint_every_steps,
                 keep=config.output.keep,
+                best=best_of(config),
                 check_every=config.output.check_every,
             ),
             watcher=reporter,
@@ -89,12 +91,12 @@ def steps_job(world: World, config: TrainConfig) -> None:
         world: this process.
         config: the options.
     """
-    source = _source(config)
+    source, loss = _source(config), loss_of(config)
     optim = config.optim
     with _loader(config, source, world) as loader:
         state = _state(config, source, loader.steps_per_epoch, world)
         for batch in loader.batches(state, epochs=optim.epochs, steps=optim.steps):
-            train_step(state, batch, cross_entropy(optim.label_smoothing))
+            train_step(state, batch, loss)
 
 
 def _values(config: TrainConfig, source: Source, state: TrainState, result: FitResult) -> dict[str, Any]:
@@ -108,7 +110,7 @@ def _values(config: TrainConfig, source: Source, state: TrainState, result: FitR
         "lanes": world.lanes,
         "batch_size": config.optim.batch_size,
         "train_loss": state.train_loss,
-        **_test_values(result.metrics, source),
+        **_test_values(config, result.metrics, source),
         "weights_sha256": weights_sha256(state.model.state_dict()),
         "images_per_s": result.images_per_s,
         "first_step_s": None if result.first_step_at is None else result.first_step_at - begun,
@@ -157,7 +159,7 @@ def eval_job(world: World, config: TrainConfig, path: str) -> dict[str, Any]:
     metrics = evaluate(
         model.to(device),
         source.test,
-        classification,
+        metrics_of(config, classification),
         chunk_size=EVAL_CHUNK,
         context=lambda: autocast(config.model.precision, device),
         **_loading(config, source),
@@ -167,15 +169,17 @@ def eval_job(world: World, config: TrainConfig, path: str) -> dict[str, Any]:
         "checkpoint": path,
         "step": saved.step,
         "world_size": world.world_size,
-        **_test_values(metrics, source),
+        **_test_values(config, metrics, source),
         "weights_sha256": digest,
     }
 
 
-def _test_values(metrics: dict[str, float], source: Source) -> dict[str, Any]:
+def _test_values(config: TrainConfig, metrics: dict[str, float], source: Source) -> dict[str, Any]:
+    own = own_metrics(config, metrics)
     return {
         "test_accuracy": metrics.get("accuracy"),
         "test_loss": metrics.get("loss"),
+        "test_metrics": {name: value if math.isfinite(value) else None for name, value in own.items()},
         "test_samples": int(metrics.get("samples", 0)),
         "test_total": None if source.test is None else num_samples(source.test),
     }
@@ -307,13 +311,14 @@ def _evaluation(
     if source.test is None:
         return None
     test = _test_set(config, source)
+    measured = metrics_of(config, recorder)
 
     def evaluation() -> dict[str, float]:
         recorder.clear()
         return evaluate(
             state.evaluated_model,
             test,
-            recorder,
+            measured,
             chunk_size=EVAL_CHUNK,
             context=state.autocast,
             world=state.world,

@@ -26,7 +26,8 @@ class Cadence:
         checkpoint_every: epochs between checkpoints.
         checkpoint_every_steps: steps between checkpoints, besides those at the ends of epochs.
         keep: how many of the newest checkpoints are kept, besides the best.
-        best: the metric whose highest value makes the best checkpoint.
+        best: the metric whose highest value makes the best checkpoint; with a minus sign (``-loss``) the
+            lowest.
         check_every: steps between two checks that all ranks hold the same weights, besides one before each
             checkpoint; 0: never.
     """
@@ -144,7 +145,7 @@ def fit(
             return
         if state.world.run_dir is not None:
             check_now()
-        score = metrics.get(cadence.best) if evaluated_at == state.step else None
+        score = _score(metrics, cadence.best) if evaluated_at == state.step else None
         with off_the_clock():
             state.save(score=score, keep=cadence.keep, wait=wait)
         saved_at = state.step
@@ -177,6 +178,11 @@ def fit(
     state.finish_saving()
     _tell_saved(state, watcher)
     return FitResult(metrics, meter.per_s, first_step_at)
+
+
+def _score(metrics: Mapping[str, float], best: str) -> float | None:
+    value = metrics.get(best.removeprefix("-"))
+    return -value if value is not None and best.startswith("-") else value
 
 
 def _tell_saved(state: TrainState, watcher: Watcher | None) -> None:

@@ -89,13 +89,13 @@ def _outputs_and_labels(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     outputs = model(inputs)
     if not isinstance(outputs, Tensor) or not outputs.is_floating_point() or outputs.ndim != 2:
         raise ConfigError(
-            f"the model gives {_kind(outputs)}; expected float logits of shape (n, classes). Let the model's "
-            "forward return them, or write a loss function of your own."
+            f"the model gives {kind_of(outputs)}; expected float logits of shape (n, classes). Let the "
+            "model's forward return them, or write a loss function of your own."
         )
     whole = isinstance(labels, Tensor) and not (labels.is_floating_point() or labels.is_complex())
     if not whole or labels.shape != outputs.shape[:1]:
         raise ConfigError(
-            f"the labels are {_kind(labels)}, but the model gives {_kind(outputs)}; expected one whole "
+            f"the labels are {kind_of(labels)}, but the model gives {kind_of(outputs)}; expected one whole "
             f"number per sample, shape ({outputs.shape[0]},). Correct the data set, or write a loss "
             "function of your own."
         )
@@ -123,7 +123,8 @@ def _check_values(outputs: Tensor, labels: Tensor) -> None:
         )
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """Return what a value is, for the message of an error: of a tensor dtype and shape, else the type."""
     if isinstance(value, Tensor):
         return f"a tensor of {_dtype_name(value.dtype)} and shape {tuple(value.shape)}"
     return f"an object of type {type(value).__name__}"

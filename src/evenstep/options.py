@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -94,6 +94,8 @@ class EvalOptions:
     """Where cifar10 is looked for and downloaded to. Default: as in the run."""
     cache_dir: str | None = None
     """Where decoded images are kept. Default: $XDG_CACHE_HOME/evenstep or ~/.cache/evenstep."""
+    metrics: str | None = None
+    """Metrics of your own, module:callable. Default: as in the run."""
     nproc: int | typing.Literal["auto"] = "auto"
     """Processes on this machine. The numbers are the same for any."""
     device: typing.Literal["auto", "cpu", "cuda"] = "auto"
@@ -230,6 +232,43 @@ def eval_config(options: EvalOptions) -> tuple[TrainConfig, Path]:
         values["threads"] = worlds.default_threads(lanes)
     values |= {"lanes": None, "run_dir": None}
     return from_flat(values, where=str(path)), checkpoint
+
+
+def launch_options(config: TrainConfig, leave_out: Collection[str] = ()) -> dict[str, Any]:
+    """Return what ``evenstep.launch`` is to be given, by keyword, for a config.
+
+    Args:
+        config: the options.
+        leave_out: keywords that the caller decides itself.
+    """
+    process, run, output = config.process, config.run, config.output
+    found = {
+        "nproc": process.nproc,
+        "nnodes": process.nnodes,
+        "rdzv_endpoint": process.rdzv_endpoint,
+        "rdzv_id": process.rdzv_id,
+        "lanes": process.lanes,
+        "device": process.device,
+        "gpus": process.gpus,
+        "gpu_memory_fraction": process.gpu_memory_fraction,
+        "backend": process.backend,
+        "threads": process.threads,
+        "seed": run.seed,
+        "mode": run.mode,
+        "started": worlds.process_started(),  # from the return key on, not from here
+        "run_dir": run.run_dir,
+        "resume": run.resume,
+        "timeout_s": process.timeout_s,
+        "max_restarts": process.max_restarts,
+        "nproc_min": process.nproc_min,
+        "stop_grace_s": process.stop_grace_s,
+        "hang_after": process.hang_after,
+        "on_hang": process.on_hang,
+        "log_level": output.log_level,
+        "log_rotation": output.log_rotation,
+        "log_diagnose": output.log_diagnose,
+    }
+    return {key: value for key, value in found.items() if key not in leave_out}
 
 
 def scan_flags(argv: Sequence[str], keys: Mapping[str, bool], prog: str) -> dict[str, str | bool]:

@@ -75,6 +75,9 @@ _SETTLED: dict[str, Any] = {
     "rdzv_id": None,
 }
 
+# What each row decides itself.
+_PER_ROW = frozenset({"nproc", "lanes", "threads", "mode", "run_dir", "resume", "max_restarts", "nproc_min"})
+
 
 def bench(argv: Sequence[str]) -> int:
     """Run ``evenstep bench`` and return its exit code."""
@@ -85,8 +88,8 @@ def bench(argv: Sequence[str]) -> int:
             f"torchrun or the like. Start it as `{PROG}`, without a launcher."
         )
     output = None if asked.output is None else _directory(asked.output)
-    cli._begin()
-    config = cli._prepared(config)
+    cli.begin()
+    config = cli.prepared(config)
 
     from evenstep.bench.plan import rows
     from evenstep.bench.results import table
@@ -103,7 +106,7 @@ def bench(argv: Sequence[str]) -> int:
         Bench(
             rows=rows(nproc, threads, process.lanes, len(chosen.gpus)),
             config=config,
-            options=_launch_options(config),
+            options=options.launch_options(config, leave_out=_PER_ROW),
             steps=asked.steps,
             drop=asked.drop_steps,
             rounds=asked.rounds,
@@ -172,11 +175,6 @@ def _directory(path: str) -> Path:
 
 def _unwritable(directory: Path, error: OSError) -> str:
     return f"{PROG}: cannot write to {directory}: {error.strerror}. Give another directory with --output."
-
-
-def _launch_options(config: TrainConfig) -> dict[str, Any]:
-    own = ("nproc", "lanes", "threads", "mode", "run_dir", "resume", "max_restarts", "nproc_min")
-    return {key: value for key, value in cli._launch_options(config).items() if key not in own}
 
 
 def _tell(text: str) -> None:

@@ -19,8 +19,8 @@ from evenstep.bench.plan import Row
 from evenstep.config import TrainConfig
 from evenstep.data.batch import Batch
 from evenstep.data.sources import Source
-from evenstep.metrics import cross_entropy
 from evenstep.numerics import autocast
+from evenstep.objective import loss_of
 from evenstep.position import Position
 from evenstep.seeding import mix_array
 from evenstep.step import Loss, to_device, train_step
@@ -93,7 +93,7 @@ def measure(world: World, config: TrainConfig, task: Task) -> Measured:
     """
     source = jobs._source(config)
     device = torch.device(world.device)
-    loss = cross_entropy(config.optim.label_smoothing)
+    loss = loss_of(config)
     num_profiled = min(task.steps - task.drop, MAX_PROFILED) if task.profile else 0
     seen: list[tuple[int, tuple[int, ...]]] = []
     images, samples, wall_s, begun = 0, 0, 0.0, 0.0
@@ -162,8 +162,7 @@ def _stepper(
         optimizer.zero_grad()
         data = to_device(part.data, device)
         with autocast(config.model.precision, device):
-            mean = loss(model, data)
-        assert isinstance(mean, Tensor)  # the command's loss is the mean
+            mean = _mean(loss(model, data))
         scaler.scale(mean).backward()  # type: ignore[no-untyped-call]
         if config.optim.clip_norm is not None:
             scaler.unscale_(optimizer)
@@ -173,6 +172,11 @@ def _stepper(
         return mean.detach()
 
     return Position(0, 0, 0), step, params, optimizer
+
+
+def _mean(value: Tensor | tuple[Tensor, Tensor | float]) -> Tensor:
+    """Return a loss as a mean, also where the user's function gives (sum, count)."""
+    return value[0] / value[1] if isinstance(value, tuple) else value
 
 
 def _compiled(module: nn.Module) -> nn.Module:
@@ -277,4 +281,4 @@ def _flops(config: TrainConfig, source: Source, world: World, loss: Loss) -> flo
     model = jobs._model(config, source).to(device)
     data = to_device(part.data, device)
     with autocast(config.model.precision, device):
-        return flops_of(lambda: loss(model, data)) / part.size or None
+        return flops_of(lambda: _mean(loss(model, data))) / part.size or None

@@ -51,6 +51,7 @@
   }
   const bytes = (value) => (value < 1e6 ? `${(value / 1e3).toFixed(0)} kB` : `${(value / 1e6).toFixed(1)} MB`);
   const table = (head, rows) => h("div", {class: "scroll"}, h("table", {}, head ? h("tr", {}, head.map((cell) => h("th", {}, cell))) : null, rows));
+  const flat = (object) => Object.fromEntries(Object.entries(object).flatMap(([key, value]) => (known(value) && typeof value === "object" ? Object.entries(value).map(([name, inner]) => [`${key}.${name}`, inner]) : [[key, value]])));
   const pairs = (object) => table(null, Object.entries(object).map(([key, value]) => h("tr", {}, h("th", {}, key), h("td", {class: /sha256|dir/.test(key) ? "mono" : null}, typeof value === "number" ? number(value) : text(value)))));
   function card(title, ...children) {
     return h("section", {class: "card"}, h("h2", {}, title), ...children);
@@ -61,6 +62,10 @@
 
   // ---- what a run came to
 
+  const USUAL = {train: new Set(["step", "epoch", "t", "loss", "lr", "images_per_s", "grad_norm"]), eval: new Set(["step", "epoch", "t", "loss", "accuracy", "samples"])};
+
+  // Metrics of the user's own in the last evaluation, while there is no result yet.
+  const measuredSoFar = (evals) => Object.fromEntries(Object.entries(evals).filter(([name]) => !USUAL.eval.has(name)).map(([name, values]) => [name, last(values)]));
   function outcome(run) {
     const evals = run.eval, train = run.train, result = run.result || {};
     return {
@@ -69,6 +74,7 @@
       train_loss: known(result.train_loss) ? result.train_loss : last(train.loss),
       images_per_s: known(result.images_per_s) ? result.images_per_s : last(train.images_per_s),
       step: run.step,
+      test_metrics: known(result.test_metrics) ? result.test_metrics : measuredSoFar(evals),
       restarts: run.starts.filter((start, i) => i && !start.resumed).length,
       running_s: Math.max(last(train.t) || 0, last(evals.t) || 0) || null,
       world_size: known(result.world_size) ? result.world_size : (last(run.starts) || {}).world_size,
@@ -98,6 +104,7 @@
     if (data.runs.length > 1) return h("div");
     const run = data.runs[0], values = outcome(run), total = run.facts.total_steps;
     const shown = [["test accuracy", percent(values.test_accuracy)], ["test loss", number(values.test_loss)], ["train loss", number(values.train_loss)],
+      ...Object.entries(values.test_metrics).filter(([name]) => name !== "accuracy").map(([name, value]) => [`test ${name}`, number(value)]),
       ["step", number(values.step) + (known(total) && total > values.step ? ` of ${number(total)}` : "")], ["images/s", number(values.images_per_s)],
       ["restarts", number(values.restarts)], ["running time", duration(values.running_s)]];
     return h("div", {class: "tiles"}, shown.map(([name, value]) => h("div", {class: "tile"}, h("b", {}, value), h("span", {class: "soft small"}, name))));
@@ -107,15 +114,15 @@
 
   function comparison() {
     if (data.runs.length < 2) return h("div");
-    const all = data.runs.map(outcome), best = Math.max(...all.map((v) => (known(v.test_accuracy) ? v.test_accuracy : -1)));
+    const all = data.runs.map(outcome), own = [...new Set(all.flatMap((v) => Object.keys(v.test_metrics)))].filter((name) => name !== "accuracy"), best = Math.max(...all.map((v) => (known(v.test_accuracy) ? v.test_accuracy : -1)));
     const rows = data.runs.map((run, i) => {
       const v = all[i];
       return h("tr", {}, h("td", {class: "run"}, h("i", {style: `background:var(${colorOf(i)})`}), run.name), h("td", {}, status(run)),
         h("td", {class: v.test_accuracy === best ? "best" : null}, percent(v.test_accuracy)),
-        [number(v.test_loss), number(v.train_loss), number(v.step), number(v.images_per_s), duration(v.running_s), number(v.restarts), text(v.world_size), text(v.lanes)].map((cell) => h("td", {}, cell)),
+        [number(v.test_loss), ...own.map((name) => number(v.test_metrics[name])), number(v.train_loss), number(v.step), number(v.images_per_s), duration(v.running_s), number(v.restarts), text(v.world_size), text(v.lanes)].map((cell) => h("td", {}, cell)),
         h("td", {class: "mono", title: v.weights_sha256}, v.weights_sha256 ? v.weights_sha256.slice(0, 12) : "–"));
     });
-    return card("Results", table(["run", "", "test accuracy", "test loss", "train loss", "step", "images/s", "running time", "restarts", "processes", "lanes", "weights"], rows));
+    return card("Results", table(["run", "", "test accuracy", "test loss", ...own.map((name) => `test ${name}`), "train loss", "step", "images/s", "running time", "restarts", "processes", "lanes", "weights"], rows));
   }
   function differences() {
     if (data.runs.length < 2) return h("div");
@@ -134,9 +141,8 @@
     {title: "Images per second", of: [["train", "images_per_s"]]},
     {title: "Norm of the gradient", of: [["train", "grad_norm"]]},
   ];
-  const USUAL = new Set(["step", "epoch", "t", "loss", "accuracy", "samples", "lr", "images_per_s", "grad_norm"]);
   function plots() {
-    const others = new Set(data.runs.flatMap((run) => ["train", "eval"].flatMap((kind) => Object.keys(run[kind]).filter((key) => !USUAL.has(key)).map((key) => JSON.stringify([kind, key])))));
+    const others = new Set(data.runs.flatMap((run) => ["train", "eval"].flatMap((kind) => Object.keys(run[kind]).filter((key) => !USUAL[kind].has(key)).map((key) => JSON.stringify([kind, key])))));
     return [...PLOTS, ...[...others].map((name) => ({title: `${JSON.parse(name)[1]} (${JSON.parse(name)[0] === "eval" ? "test" : "train"})`, of: [JSON.parse(name)]}))];
   }
   function curvesOf(plot) {
@@ -278,7 +284,7 @@
   }
   function result() {
     const run = data.runs[0];
-    return data.runs.length > 1 || !Object.keys(run.result).length ? h("div") : card("Result", pairs(run.result));
+    return data.runs.length > 1 || !Object.keys(run.result).length ? h("div") : card("Result", pairs(flat(run.result)));
   }
   function numerics() {
     const run = data.runs[0];

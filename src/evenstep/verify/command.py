@@ -68,13 +68,13 @@ def verify(argv: Sequence[str]) -> int:
             "evenstep verify starts its processes itself, on several numbers of processes in turn, but this "
             "process was started by torchrun or the like. Start it as `evenstep verify`, without a launcher."
         )
-    cli._begin()
+    cli.begin()
     lanes = asked.lanes or max(sizes)
     main: Any
     args: tuple[Any, ...] = ()
     if asked.main is None:
         check_batch_size(config.optim.batch_size, lanes)
-        config = cli._prepared(config)
+        config = cli.prepared(config)
         from evenstep.jobs import steps_job
 
         main, args = steps_job, (config,)
@@ -98,7 +98,7 @@ def verify(argv: Sequence[str]) -> int:
         steps=asked.steps,
         hash_seeds=seeds,
         tolerance=asked.tolerance if asked.against == "single" else None,
-        options=_launch_options(config),
+        options=options.launch_options(config, leave_out=("nproc", "lanes", "run_dir", "resume")),
         tell=lambda text: None if asked.quiet else _tell(text),
     ).run()
     text = json.dumps(report.as_dict()) if asked.json else table(report)
@@ -163,11 +163,6 @@ def _numbers(name: str, text: str, *, least: int) -> list[int]:
             f"between them (--{flag} 1,2)."
         )
     return [int(part) for part in parts]
-
-
-def _launch_options(config: TrainConfig) -> dict[str, Any]:
-    given = cli._launch_options(config)
-    return {key: given[key] for key in given if key not in ("nproc", "lanes", "run_dir", "resume")}
 
 
 def _tell(text: str) -> None:
