@@ -62,7 +62,7 @@ def requests(page):
         for message in messages
         if message["method"] == "Network.requestWillBeSent"
     ]
-    return [address for address in addresses if not address.startswith(("data:", "chrome:"))]
+    return [address for address in addresses if not address.startswith(("data:", "chrome:", "chrome-untrusted:"))]
 
 
 def console(page):

@@ -14,8 +14,8 @@ WORLD = World(world_size=2, local_world_size=2, lanes=2)
 FACTS = {"data": "digits", "num_parameters": 1234, "total_steps": 40}
 
 
-def make_run(path, *, lr=0.05, accuracy=0.9, finished=True, classes=("cat", "dog", "<b>fox</b>")):
-    """A run of 40 steps: a restart after step 17, two evaluations, pictures."""
+def make_run(path, *, lr=0.05, accuracy=0.9, finished=True, classes=("cat", "dog", "<b>fox</b>"), own=None):
+    """A run of 40 steps: a restart after step 17, two evaluations, pictures; ``own``: the user's metrics."""
     path.mkdir()
     save_config(from_flat({"data": "digits", "lr": lr}), path, WORLD)
     save_sources({"data": "flag", "lr": "file run.toml", "epochs": "default"}, path)
@@ -29,7 +29,7 @@ def make_run(path, *, lr=0.05, accuracy=0.9, finished=True, classes=("cat", "dog
         if step in (20, 40):
             times = {"steps": step - 17, "data_s": [0.1, 0.2], "step_s": [1.5, 1.6], "wait_s": [0.4, 0.3]}
             metrics.write(kind="time", step=step, epoch=step // 20, **times, wall_s=(step - 17) / 10)
-            values = {"loss": 2.0 / step, "accuracy": accuracy * step / 40, "samples": 30}
+            values = {"loss": 2.0 / step, "accuracy": accuracy * step / 40, "samples": 30, **(own or {})}
             metrics.write(kind="eval", step=step, epoch=step // 20, **values, wall_s=(step - 17) / 10)
     metrics.close()
     if finished:
@@ -40,6 +40,7 @@ def make_run(path, *, lr=0.05, accuracy=0.9, finished=True, classes=("cat", "dog
         shown = summary(found, step=40, classes=classes, images=pictures)
         (path / "evaluation.json").write_text(to_json(shown))
         result = {"step": 40, "test_accuracy": accuracy, "weights_sha256": "ab" * 32, "restarts": 1}
+        result["test_metrics"] = own or {}
         (path / "result.json").write_text(json.dumps({**result, "numerics": {"torch": "2.14.1"}}))
     return path
 

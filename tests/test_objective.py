@@ -175,6 +175,7 @@ def test_more_than_loss_and_accuracy_of_a_classifier(evenstep, tmp_path):
     code, again = evenstep(
         "eval", "--run-dir", "run", "--nproc", 1, "--metrics", "own_project:nothing_finite"
     )
+    assert code == 0, again
     assert again["test_metrics"] == {"ratio": None}
     assert again["test_accuracy"] == values["test_accuracy"]
 

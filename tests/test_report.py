@@ -195,6 +195,24 @@ def test_the_comparison_in_a_browser(tmp_path):
         assert requests(page) == [path.as_uri()]
 
 
+def test_metrics_of_the_users_own_in_a_browser(tmp_path):
+    runs = [
+        make_run(tmp_path / "with", own={"psnr": 31.25}),
+        make_run(tmp_path / "without"),
+        make_run(tmp_path / "goes-on", own={"psnr": 28.5}, finished=False),
+    ]
+    titles = "return [...document.querySelectorAll('#charts h2')].map(e => e.innerText)"
+    with browser() as page:
+        for run, value in ((runs[0], "31.25"), (runs[2], "28.5")):
+            assert f"{value}\ntest psnr" in opened(page, report.write(run))
+            assert page.execute_script(titles)[-1] == "psnr (test)"
+        opened(page, report.write_page(runs, tmp_path / "report.html"))
+        rows = page.execute_script("return [...document.querySelectorAll('tr')].map(row => row.innerText)")
+        column = rows[0].split("\t").index("test psnr")
+        assert [row.split("\t")[column] for row in rows[1:4]] == ["31.25", "\N{EN DASH}", "28.5"]
+        assert console(page) == []
+
+
 def test_the_page_of_a_run_that_has_just_begun(tmp_path):
     (tmp_path / "config.toml").write_text("")
     report.write(tmp_path)
