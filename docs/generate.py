@@ -51,7 +51,7 @@ def modules() -> set[str]:
 
 
 def readme(text: str) -> str:
-    """Return the README with a line for each module; a new one's is the first line of its docstring."""
+    """Return the README with a line for each module; a new one's is made from its docstring."""
     found = TREE.search(text)
     assert found is not None, "README.md has no tree of src/evenstep"
     roles = dict(line.split(maxsplit=1) for line in found[0].splitlines())
@@ -65,7 +65,11 @@ def readme(text: str) -> str:
 
 def _role(name: str) -> str:
     text = ast.get_docstring(ast.parse((SOURCE / name).read_text(encoding="utf-8"))) or "?"
-    return re.split(r"[.;](?:\s|$)", text.splitlines()[0])[0]
+    role = re.split(r"[.;](?:\s|$)", text.splitlines()[0])[0].replace("``", "")
+    if len(role) >= 70:
+        role = role.partition(":")[0]
+    # It goes on behind a name, so only what has more capitals (BatchNorm) keeps its first one.
+    return re.sub(r"^[A-Z][a-z]*\b", lambda match: match[0].lower(), role)
 
 
 if __name__ == "__main__":

@@ -113,7 +113,14 @@ def test_a_new_module_gets_a_line_in_the_readme_and_a_removed_one_loses_it():
     changed = re.sub(r"  step\.py .*\n", "  gone.py            a module of yesterday\n", text)
     again = generate["readme"](changed)
     assert "gone.py" not in again
-    assert re.search(r"^  step\.py +The training step: the one function", again, re.M)
+    assert re.search(r"^  step\.py +the training step: the one function", again, re.M)
+
+
+def test_the_lines_of_the_tree_are_short_and_alike():
+    tree = re.search(r"```text\nsrc/evenstep/\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+    roles = dict(line.split(maxsplit=1) for line in tree.splitlines())
+    assert [name for name, role in roles.items() if len(role) >= 70] == []
+    assert [name for name, role in roles.items() if re.match(r"[A-Z][a-z]*\b", role)] == []
 
 
 def test_every_row_has_its_section():
