@@ -66,8 +66,8 @@ def readme(text: str) -> str:
 def _role(name: str) -> str:
     text = ast.get_docstring(ast.parse((SOURCE / name).read_text(encoding="utf-8"))) or "?"
     role = re.split(r"[.;](?:\s|$)", text.splitlines()[0])[0].replace("``", "")
-    if len(role) >= 70:
-        role = role.partition(":")[0]
+    for mark in (":", ","):
+        role = role.partition(mark)[0] if len(role) >= 70 else role
     # It goes on behind a name, so only what has more capitals (BatchNorm) keeps its first one.
     return re.sub(r"^[A-Z][a-z]*\b", lambda match: match[0].lower(), role)
 
