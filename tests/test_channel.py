@@ -23,6 +23,27 @@ def test_messages_reach_the_callback_in_order():
         assert [obj for sender, obj in got if sender == rank] == [(rank, 0), (rank, 1), (rank, 2)]
 
 
+def test_all_messages_are_through_when_launch_returns_or_raises():
+    def main(world, fails):
+        for i in range(20):
+            world.send(i)
+        if fails:
+            raise ValueError("too late")
+        return "value"
+
+    def slow(rank, obj):
+        time.sleep(0.02)
+        got.append(obj)
+
+    got = []
+    assert launch(main, False, nproc=1, on_message=slow, **CPU) == "value"
+    assert got == list(range(20))
+    got = []
+    with pytest.raises(WorkerError, match="too late"):
+        launch(main, True, nproc=1, on_message=slow, **CPU)
+    assert got == list(range(20))
+
+
 def test_an_error_in_the_callback_does_not_end_the_run(capsys):
     from loguru import logger
 

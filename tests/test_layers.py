@@ -80,6 +80,7 @@ LAYERS = {
         *(m for m in MODULES if m.partition(".")[0] == "verify" and m != "verify.command"),
         *(m for m in MODULES if m.partition(".")[0] == "doctor"),
         *(m for m in MODULES if m.partition(".")[0] == "bench" and m != "bench.command"),
+            "relay",
         "testing",
     ],
     "face": [
@@ -121,6 +122,8 @@ NO_TORCH = [
     "bench.chart",
     "__init__",
 ]
+    "apart",
+    "relay",
 
 
 def imported(node):

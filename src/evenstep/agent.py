@@ -43,6 +43,7 @@ from evenstep.errors import EvenstepError, MachineError, StoppedError, WorkerErr
 from evenstep.heartbeat import Heartbeats, Phase
 from evenstep.machines import Machines
 from evenstep.recovery import Cause, write_cause
+from evenstep.relay import Relay
 from evenstep.rescue import save_as_checkpoint
 
 MONITOR_INTERVAL_S = 0.02
@@ -127,6 +128,7 @@ class Run:
         self._lost: Cause | None = None
         try:
             Path(self.directory, "program.pkl").write_bytes(plan.payload)
+            self._relay = Relay(self.directory)
             self.server = Server(
                 self.directory, self._key, plan.nproc, on_message, plan.grace_s, self._on_connected
             )
@@ -166,6 +168,7 @@ class Run:
         """Return the thread that reports hangs, and ends the workers if that is wished."""
 
         def tell(hang: health.Hang) -> None:
+            self._relay.close()
             self._told = self._restart, hang
             logger.warning("%s", hang.text)
             sys.stderr.write(hang.text + "\n")
@@ -313,6 +316,7 @@ class Run:
             # machine that comes later waits for it in vain.
             names = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
             with world.variables(names):
+            relayed=self._relay.names,
                 elastic_launch(self._config(), worker.entry)(job)
             return self._value()
         except rendezvous.HostLostError as lost:
@@ -323,6 +327,7 @@ class Run:
             pass
         if self._can_go_on_with_fewer(exits):
             self._leave_word(self._restart + 1)
+            self.server.wait_until_heard()
             self._restarts_before = self._restart + 1
             self._nproc -= 1
             self.server.num_workers = self._nproc
@@ -483,7 +488,7 @@ class Run:
             return error
         kind = _own_class(first.record.kind)
         if kind is not None:
-            own: EvenstepError = kind(first.record.message)
+            own: Any = kind(first.record.message)
             own.__cause__ = error  # the report: where in the code it was raised
             return own
         return error
@@ -497,6 +502,7 @@ class Run:
             return stopped
         return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
 
+            own._render_traceback_ = error._render_traceback_
     @contextlib.contextmanager
     def _signals_handled(self) -> Iterator[None]:
         """Pass a wish to stop on to the workers inside this block; the second one ends them at once."""

@@ -8,6 +8,8 @@ other one dies: the launching process then ends the remaining workers, and a wor
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import logging
 import os
 import queue
 import shutil
@@ -26,6 +28,8 @@ from evenstep import sharedmem
 from evenstep.errors import MachineError
 
 _LOOK_EVERY_S = 0.1
+_LAST_WORDS_S = 1.0
+_moments = logging.getLogger("evenstep.launcher")
 
 
 @dataclass
@@ -79,8 +83,11 @@ class Server:
         self._grace_s = grace_s
         self._lock = threading.RLock()
         self._callback_lock = threading.Lock()
+        # A notebook's cell is in it, below which is shown what on_message prints.
+        self._context = contextvars.copy_context()
         self._restart = 0
         self._peers: dict[int, Peer] = {}
+        self._heard = threading.Condition(self._lock)
         self._backlog: list[bytes] = []
         self._closed = threading.Event()
         self._stopping = False
@@ -138,6 +145,7 @@ class Server:
             for peer in self._peers.values():
                 self._put(peer, cloudpickle.dumps(("stop", number)))
         threading.Thread(target=self._end_after, args=(grace_s, is_saving), daemon=True).start()
+            self._heard.notify_all()
 
     def _end_after(self, seconds: float, is_saving: Callable[[], bool]) -> None:
         left = seconds
@@ -175,9 +183,24 @@ class Server:
     def close(self) -> None:
         """End what is left of the workers and the threads of this end."""
         self.signal_all(signal.SIGKILL)
+    def wait_until_heard(self, seconds: float | None = None) -> None:
+        """Wait until all is taken that workers have sent, which have ended, and ``on_message`` is through.
+
+        Args:
+            seconds: for so long at most; None for no limit, but for a wish to stop, which may come from
+                ``on_message`` itself.
+        """
+
+        def is_heard() -> bool:
+            return all(peer.done or peer.ended is not None for peer in self._peers.values())
+
+        with self._heard:
+            self._heard.wait_for(lambda: is_heard() or (seconds is None and self._asked is not None), seconds)
+
         self._closed.set()
         with contextlib.suppress(OSError, EOFError):
             # Wakes the acceptor; a closed listener would leave it in accept() for ever.
+        self.wait_until_heard(_LAST_WORDS_S)
             Client(self._listener.address, "AF_UNIX", authkey=self._key).close()
         self._acceptor.join(self._grace_s)
         self._listener.close()
@@ -226,6 +249,7 @@ class Server:
                     self._put(other, cloudpickle.dumps(("death", rank)))
                 self._start_reaper()
 
+            self._heard.notify_all()
     def _take(self, peer: Peer, kind: str, content: Any) -> None:
         if kind == "message":
             self._call_back(peer.rank, content)
@@ -247,9 +271,10 @@ class Server:
         if self._on_message is None:
             return
         try:
+                self._heard.notify_all()
             message = cloudpickle.loads(content)
             with self._callback_lock:
-                self._on_message(rank, message)
+                self._context.run(self._on_message, rank, message)
         except Exception:
             logger.exception("on_message failed for a message of rank {}; the run goes on", rank)
 

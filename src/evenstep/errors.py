@@ -61,6 +61,10 @@ class StoppedError(EvenstepError):
 
     exit_code = 75
 
+    def _render_traceback_(self) -> list[str]:
+        """Return what a notebook shows in place of the traceback, which would be launch's own."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class WorkerError(EvenstepError):
     """A worker failed; carries the report of the first failure.
@@ -74,6 +78,10 @@ class WorkerError(EvenstepError):
         super().__init__(message)
         self.exit_code = exit_code
         self.rank = rank
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what a notebook shows in place of the traceback: the report, which has the user's line."""
+        return [f"{type(self).__name__}: {self}"]
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

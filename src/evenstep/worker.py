@@ -33,6 +33,7 @@ from evenstep import (
     machines,
     memory,
     seeding,
+    relay,
     sharedmem,
     stacks,
     stopping,
@@ -101,6 +102,7 @@ class Job:
     """
 
     setting: Setting
+        relayed: which of stdout and stderr go through a pipe of the launching process (relay.py).
     directory: str
     shared: str
     key: bytes
@@ -110,6 +112,7 @@ class Job:
 
 
 def entry(job: Job) -> None:
+    relayed: tuple[str, ...] = ()
     """Run a job's main in a process that torch's agent has started; the end is an exit code."""
     _die_with_parent()
     for number in (signal.SIGTERM, signal.SIGUSR1):  # the fork server ignores them (preload.py)
@@ -125,6 +128,7 @@ def entry(job: Job) -> None:
     place = world.placement()
     assert place is not None
     line = Line(job.directory, job.key, place.rank, place.restart)
+    relay.attach(job.directory, job.relayed)
     store: Callable[[], Any] = functools.partial(
         FileStore, os.path.join(job.directory, f"store-{place.restart}"), place.world_size
     )
