@@ -66,6 +66,7 @@ LAYERS = {
             "launcher",
             "worker",
             "channel",
+            "relay",
             "preload",
             "stacks",
             "health",
@@ -80,7 +81,6 @@ LAYERS = {
         *(m for m in MODULES if m.partition(".")[0] == "verify" and m != "verify.command"),
         *(m for m in MODULES if m.partition(".")[0] == "doctor"),
         *(m for m in MODULES if m.partition(".")[0] == "bench" and m != "bench.command"),
-            "relay",
         "testing",
     ],
     "face": [
@@ -122,8 +122,6 @@ NO_TORCH = [
     "bench.chart",
     "__init__",
 ]
-    "apart",
-    "relay",
 
 
 def imported(node):

@@ -127,8 +127,8 @@ class Run:
         self._meeting: rendezvous.Meeting | None = None
         self._lost: Cause | None = None
         try:
-            Path(self.directory, "program.pkl").write_bytes(plan.payload)
             self._relay = Relay(self.directory)
+            Path(self.directory, "program.pkl").write_bytes(plan.payload)
             self.server = Server(
                 self.directory, self._key, plan.nproc, on_message, plan.grace_s, self._on_connected
             )
@@ -161,6 +161,7 @@ class Run:
                 self._meeting.shutdown()
             self._unhide_main()
             self.server.close()
+            self._relay.close()
             self.shared.close()
             shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -168,7 +169,6 @@ class Run:
         """Return the thread that reports hangs, and ends the workers if that is wished."""
 
         def tell(hang: health.Hang) -> None:
-            self._relay.close()
             self._told = self._restart, hang
             logger.warning("%s", hang.text)
             sys.stderr.write(hang.text + "\n")
@@ -307,6 +307,7 @@ class Run:
             environment=self._environment(),
             all_values=self._plan.all_values,
             machines=self._plan.machines,
+            relayed=self._relay.names,
         )
         exits: dict[int, int] = {}
         rendezvous_handler_registry.register(_BACKEND, _OneMachine)
@@ -316,8 +317,8 @@ class Run:
             # machine that comes later waits for it in vain.
             names = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
             with world.variables(names):
-            relayed=self._relay.names,
                 elastic_launch(self._config(), worker.entry)(job)
+            self.server.wait_until_heard()
             return self._value()
         except rendezvous.HostLostError as lost:
             raise self._saved_after(lost) from None
@@ -327,7 +328,6 @@ class Run:
             pass
         if self._can_go_on_with_fewer(exits):
             self._leave_word(self._restart + 1)
-            self.server.wait_until_heard()
             self._restarts_before = self._restart + 1
             self._nproc -= 1
             self.server.num_workers = self._nproc
@@ -490,6 +490,7 @@ class Run:
         if kind is not None:
             own: Any = kind(first.record.message)
             own.__cause__ = error  # the report: where in the code it was raised
+            own._render_traceback_ = error._render_traceback_
             return own
         return error
 
@@ -502,7 +503,6 @@ class Run:
             return stopped
         return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
 
-            own._render_traceback_ = error._render_traceback_
     @contextlib.contextmanager
     def _signals_handled(self) -> Iterator[None]:
         """Pass a wish to stop on to the workers inside this block; the second one ends them at once."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import logging
 import os
 import queue
 import shutil
@@ -29,7 +28,6 @@ from evenstep.errors import MachineError
 
 _LOOK_EVERY_S = 0.1
 _LAST_WORDS_S = 1.0
-_moments = logging.getLogger("evenstep.launcher")
 
 
 @dataclass
@@ -80,14 +78,14 @@ class Server:
         self._on_connected = on_connected
         self.num_workers = num_workers
         self._on_message = on_message
-        self._grace_s = grace_s
-        self._lock = threading.RLock()
-        self._callback_lock = threading.Lock()
         # A notebook's cell is in it, below which is shown what on_message prints.
         self._context = contextvars.copy_context()
+        self._grace_s = grace_s
+        self._lock = threading.RLock()
+        self._heard = threading.Condition(self._lock)
+        self._callback_lock = threading.Lock()
         self._restart = 0
         self._peers: dict[int, Peer] = {}
-        self._heard = threading.Condition(self._lock)
         self._backlog: list[bytes] = []
         self._closed = threading.Event()
         self._stopping = False
@@ -142,10 +140,10 @@ class Server:
             if self._asked is not None:
                 return
             self._asked = number
+            self._heard.notify_all()
             for peer in self._peers.values():
                 self._put(peer, cloudpickle.dumps(("stop", number)))
         threading.Thread(target=self._end_after, args=(grace_s, is_saving), daemon=True).start()
-            self._heard.notify_all()
 
     def _end_after(self, seconds: float, is_saving: Callable[[], bool]) -> None:
         left = seconds
@@ -180,9 +178,6 @@ class Server:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(peer.pid, number)
 
-    def close(self) -> None:
-        """End what is left of the workers and the threads of this end."""
-        self.signal_all(signal.SIGKILL)
     def wait_until_heard(self, seconds: float | None = None) -> None:
         """Wait until all is taken that workers have sent, which have ended, and ``on_message`` is through.
 
@@ -197,10 +192,13 @@ class Server:
         with self._heard:
             self._heard.wait_for(lambda: is_heard() or (seconds is None and self._asked is not None), seconds)
 
+    def close(self) -> None:
+        """End what is left of the workers and the threads of this end."""
+        self.signal_all(signal.SIGKILL)
+        self.wait_until_heard(_LAST_WORDS_S)
         self._closed.set()
         with contextlib.suppress(OSError, EOFError):
             # Wakes the acceptor; a closed listener would leave it in accept() for ever.
-        self.wait_until_heard(_LAST_WORDS_S)
             Client(self._listener.address, "AF_UNIX", authkey=self._key).close()
         self._acceptor.join(self._grace_s)
         self._listener.close()
@@ -244,12 +242,12 @@ class Server:
                 self._take(peer, kind, content)
         peer.ended = time.time()
         with self._lock:
+            self._heard.notify_all()
             if not peer.done and self._peers.get(rank) is peer:
                 for other in self._peers.values():
                     self._put(other, cloudpickle.dumps(("death", rank)))
                 self._start_reaper()
 
-            self._heard.notify_all()
     def _take(self, peer: Peer, kind: str, content: Any) -> None:
         if kind == "message":
             self._call_back(peer.rank, content)
@@ -266,12 +264,12 @@ class Server:
                 self._start_reaper()
             elif kind == "done":
                 peer.done = True
+                self._heard.notify_all()
 
     def _call_back(self, rank: int, content: bytes) -> None:
         if self._on_message is None:
             return
         try:
-                self._heard.notify_all()
             message = cloudpickle.loads(content)
             with self._callback_lock:
                 self._context.run(self._on_message, rank, message)

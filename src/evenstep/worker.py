@@ -32,8 +32,8 @@ from evenstep import (
     log,
     machines,
     memory,
-    seeding,
     relay,
+    seeding,
     sharedmem,
     stacks,
     stopping,
@@ -99,20 +99,20 @@ class Job:
         environment: the environment variables of the launching process.
         all_values: whether each rank's value goes back, and not rank 0's alone.
         machines: where the machines of the run meet; None for one machine, whose workers meet in a file.
+        relayed: which of stdout and stderr go through a pipe of the launching process (relay.py).
     """
 
     setting: Setting
-        relayed: which of stdout and stderr go through a pipe of the launching process (relay.py).
     directory: str
     shared: str
     key: bytes
     environment: dict[str, str]
     all_values: bool
     machines: Machines | None = None
+    relayed: tuple[str, ...] = ()
 
 
 def entry(job: Job) -> None:
-    relayed: tuple[str, ...] = ()
     """Run a job's main in a process that torch's agent has started; the end is an exit code."""
     _die_with_parent()
     for number in (signal.SIGTERM, signal.SIGUSR1):  # the fork server ignores them (preload.py)
@@ -125,10 +125,10 @@ def entry(job: Job) -> None:
     }
     world.replace_environment({**job.environment, **agents})
     _quiet()
+    relay.attach(job.directory, job.relayed)
     place = world.placement()
     assert place is not None
     line = Line(job.directory, job.key, place.rank, place.restart)
-    relay.attach(job.directory, job.relayed)
     store: Callable[[], Any] = functools.partial(
         FileStore, os.path.join(job.directory, f"store-{place.restart}"), place.world_size
     )
