@@ -99,3 +99,14 @@ def nothing_left_behind(own_temporary_directory):
     if torch_distributed is not None and torch_distributed.is_initialized():
         torch_distributed.destroy_process_group()
         pytest.fail("the test left a process group behind")
+
+
+@pytest.fixture
+def warnings():
+    """The lines that are logged as warnings or worse."""
+    from loguru import logger
+
+    lines = []
+    number = logger.add(lines.append, level="WARNING", format="{level} {message}")
+    yield lines
+    logger.remove(number)

@@ -11,21 +11,11 @@ import textwrap
 import pytest
 import safetensors.torch
 import torch
-from loguru import logger
 from torch import nn
 
 from evenstep import checkpoint, manifest, metrics, models
 from evenstep.errors import CheckpointError, ConfigError, MachineError
 from evenstep.optim import make_optimizer
-
-
-@pytest.fixture
-def warnings():
-    """The lines that are logged as warnings."""
-    lines = []
-    number = logger.add(lambda message: lines.append(str(message)), level="WARNING", format="{message}")
-    yield lines
-    logger.remove(number)
 
 
 def save(run_dir, step, *, value=None, score=None, keep=3, meta=None):

@@ -14,6 +14,7 @@ from evenstep.collectives import (
 )
 from evenstep.testing import run_ranks
 from evenstep.tree import fold
+from trees import subtree
 
 
 def lane_values(lanes, n):
@@ -34,8 +35,7 @@ def sums(world, sizes):
         values = lane_values(world.lanes, n)
         nodes = []
         for lo, hi in exchange.covers[world.rank]:
-            part = {(lane, lane + 1): values[lane].clone() for lane in range(lo, hi)}
-            nodes.append(_subtree(part, lo, hi))
+            nodes.append(subtree([value.clone() for value in values], (lo, hi), torch.add))
         found["gather", n] = reduce_by_gather([node.clone() for node in nodes], exchange)
         two_phase = torch.empty(n)
         reduce_two_phase([node.clone() for node in nodes], exchange, two_phase)
@@ -44,13 +44,6 @@ def sums(world, sizes):
         reduce_nodes(own, exchange, own[-1])
         found["chosen", n] = own[-1]
     return found
-
-
-def _subtree(part, lo, hi):
-    if hi - lo == 1:
-        return part[lo, hi]
-    mid = (lo + hi) // 2
-    return _subtree(part, lo, mid) + _subtree(part, mid, hi)
 
 
 @pytest.mark.parametrize(

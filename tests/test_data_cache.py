@@ -7,7 +7,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-from loguru import logger
 
 from evenstep.data import cache
 from evenstep.data.cache import Decoded, ImageArrays, Rows
@@ -20,14 +19,6 @@ def _decoded(seed=0):
     images = np.random.default_rng(seed).integers(0, 256, (9, 4, 5, 3), dtype=np.uint8)
     train, test = np.array([8, 0, 3, 2, 7]), np.array([1, 4])
     return Decoded(("cat", "dog"), Rows(images, train, train % 2), Rows(images, test, test % 2))
-
-
-@pytest.fixture
-def warnings():
-    messages = []
-    handler = logger.add(messages.append, format="{level} {message}", level="WARNING")
-    yield messages
-    logger.remove(handler)
 
 
 def test_what_is_stored_is_what_is_opened(tmp_path):

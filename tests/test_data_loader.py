@@ -22,14 +22,11 @@ from evenstep.data.dataset import num_samples
 from evenstep.data.loader import Loader
 from evenstep.errors import ConfigError, DataError
 from evenstep.world import World, entered
+from worlds import ranks
 
 
 def at(step=0, epoch=0, epoch_step=0):
     return types.SimpleNamespace(step=step, epoch=epoch, epoch_step=epoch_step)
-
-
-def worlds(world_size, lanes, **options):
-    return [World(rank=rank, world_size=world_size, lanes=lanes, **options) for rank in range(world_size)]
 
 
 def arrays(n, size=8):
@@ -109,7 +106,7 @@ def test_an_epoch_has_each_sample_once_for_every_world_size(sizes, seed, shuffle
     assert [head[4] for head, _ in whole] == [False] * (len(whole) - 1) + [True]
     assert [head[3] for head, _ in whole] == [min(batch_size, n - start) for start in range(0, n, batch_size)]
     world_size = data.draw(st.integers(1, lanes))
-    parts = [read(dataset, batch_size, world, position, **options) for world in worlds(world_size, lanes)]
+    parts = [read(dataset, batch_size, world, position, **options) for world in ranks(world_size, lanes)]
     assert joined(parts) == whole
 
 
@@ -164,7 +161,7 @@ def test_neither_workers_nor_processes_change_a_bit(make):
     assert len(numbers) == 22  # other random numbers for each sample in each epoch
     most = 2 if make is RandomItems else 1
     for world_size, workers in [(1, most), (2, 0), (2, 1), (4, most)]:
-        parts = [read(dataset, 5, world, workers=workers, **options) for world in worlds(world_size, 4)]
+        parts = [read(dataset, 5, world, workers=workers, **options) for world in ranks(world_size, 4)]
         assert joined(parts) == whole
 
 
@@ -190,7 +187,7 @@ def test_the_random_states_of_the_process_are_left_alone(make):
 
 def test_images_are_augmented_and_normalised_as_the_functions_say():
     dataset, normalize = arrays(9), ((0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
-    for world in worlds(2, 4):
+    for world in ranks(2, 4):
         with Loader(dataset, 6, world=world, seed=3, augment=Augment(2), normalize=normalize) as loader:
             for batch in loader.batches(at(epoch=1), epochs=2):
                 for lane in batch.lanes:
@@ -206,7 +203,7 @@ def test_lanes_have_equal_layout_for_every_world_size(size):
     # 5x5x3 floats are no multiple of 64 bytes, so a view of a lane would start anywhere.
     dataset = arrays(12, size)
     for world_size in (1, 2, 4):
-        for world in worlds(world_size, 4):
+        for world in ranks(world_size, 4):
             with Loader(dataset, 9, world=world) as loader:
                 for lane in next(loader.batches(at())).lanes:
                     assert lane.data[0].data_ptr() % 64 == 0
@@ -268,7 +265,7 @@ def test_evaluation_sees_each_sample_once(make):
     if make is not arrays:
         assert [row[0] for _, _, data in whole for row in data] == list(range(18))
     for world_size, workers in [(1, 1), (2, 0), (3, 1), (7, 0)]:
-        parts = [_chunks(dataset, world, workers=workers) for world in worlds(world_size, 7, seed=2)]
+        parts = [_chunks(dataset, world, workers=workers) for world in ranks(world_size, 7, seed=2)]
         assert sorted(chunk for part in parts for chunk in part) == whole
         sizes = [len(part) for part in parts]
         assert max(sizes) - min(sizes) <= 1

@@ -18,6 +18,7 @@ from evenstep.lanes import naive_gradients
 from evenstep.testing import run_ranks
 from evenstep.tree import cover, fold, merges_after_lane
 from evenstep.world import World, share
+from worlds import ranks
 
 relaxed = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 
@@ -27,10 +28,6 @@ def worlds(draw, most=12):
     """(lanes, world_size) with a lane for each process."""
     lanes = draw(st.integers(1, most))
     return lanes, draw(st.integers(1, lanes))
-
-
-def ranks(lanes, world_size, **options):
-    return [World(rank=r, world_size=world_size, lanes=lanes, **options) for r in range(world_size)]
 
 
 class Numbers:
@@ -55,7 +52,7 @@ def epoch(world, n, batch_size, **options):
 def test_an_epoch_has_every_sample_once(sizes, more, n, seed, shuffle):
     lanes, world_size = sizes
     batch_size = lanes + more
-    by_rank = [epoch(w, n, batch_size, shuffle=shuffle) for w in ranks(lanes, world_size, seed=seed)]
+    by_rank = [epoch(w, n, batch_size, shuffle=shuffle) for w in ranks(world_size, lanes, seed=seed)]
     seen = Counter(i for batches in by_rank for b in batches for part in b.lanes for i in part.ids)
     assert seen == Counter(range(n))
     one = epoch(World(lanes=lanes, seed=seed), n, batch_size, shuffle=shuffle)
@@ -76,7 +73,7 @@ def test_an_evaluation_has_every_sample_once_and_the_same_chunks(sizes, n, chunk
     def chunks(world):
         return list(eval_chunks(Numbers(n), chunk_size=chunk_size, world=world, collate_fn=list))
 
-    together = [chunk for world in ranks(lanes, world_size) for chunk in chunks(world)]
+    together = [chunk for world in ranks(world_size, lanes) for chunk in chunks(world)]
     assert together == chunks(World(lanes=lanes))
     assert [i for _, _, data in together for i in data] == list(range(n))
 
@@ -91,7 +88,7 @@ def test_the_order_of_sums_is_the_trees_whoever_owns_the_lanes(sizes):
         return f"({a} {b})"
 
     nodes = {}
-    for world in ranks(lanes, world_size):
+    for world in ranks(world_size, lanes):
         stack = []
         for lane, merges in zip(world.own_lanes, merges_after_lane(world.own_lanes, lanes), strict=True):
             stack.append(str(lane))

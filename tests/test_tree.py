@@ -4,15 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep.tree import cover, fold, merges_after_lane, middle
+from evenstep.tree import cover, fold, merges_after_lane
 from evenstep.world import share
-
-
-def text_of(node):
-    lo, hi = node
-    if hi - lo == 1:
-        return str(lo)
-    return f"({text_of((lo, middle(node)))}+{text_of((middle(node), hi))})"
+from trees import text_of
 
 
 def test_the_tree_over_six_lanes():

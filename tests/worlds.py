@@ -6,6 +6,12 @@ from torch import nn
 
 from evenstep import ImageArrays, Loader, TrainState, cross_entropy, train_step, weights_sha256
 from evenstep.data.augment import Augment
+from evenstep.world import World
+
+
+def ranks(world_size, lanes, **options):
+    """The worlds of all ranks."""
+    return [World(rank=rank, world_size=world_size, lanes=lanes, **options) for rank in range(world_size)]
 
 
 class SmallNet(nn.Module):
