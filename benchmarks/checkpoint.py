@@ -8,14 +8,12 @@ time until a checkpoint saved in the background is on the disk.
 """
 
 import argparse
-import json
-import platform
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 
+import record
 import torch
 from torch import nn
 
@@ -59,7 +57,7 @@ def summary(seconds):
 
 
 def main():
-    """Measure and print, for people and as JSON."""
+    """Measure, print, and keep the numbers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--dir", default=None, help="where to write; by default the temporary directory")
@@ -87,15 +85,7 @@ def main():
             f"{row['background_on_disk']['ms']:9.2f} ms)",
             flush=True,
         )
-    record = {
-        "argv": sys.argv[1:],
-        "n": options.runs,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
-        "rows": rows,
-    }
-    print(json.dumps(record))
+    record.keep("checkpoint", n=options.runs, rows=rows)
 
 
 if __name__ == "__main__":

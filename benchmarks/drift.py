@@ -7,12 +7,10 @@ rank 0, check and step taking turns, and what a check every 100 steps adds.
 """
 
 import argparse
-import json
-import platform
 import statistics
-import sys
 import time
 
+import record
 import torch
 from torch import nn
 
@@ -53,7 +51,7 @@ def measure(world, name, runs, batch_size):
 
 
 def main():
-    """Measure and print, for people and as JSON."""
+    """Measure, print, and keep the numbers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=30)
     parser.add_argument("--nproc", type=int, default=2)
@@ -81,15 +79,7 @@ def main():
             f"every 100 steps {check / step / 100:.4%}",
             flush=True,
         )
-    record = {
-        "argv": sys.argv[1:],
-        "n": options.runs,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
-        "rows": rows,
-    }
-    print(json.dumps(record))
+    record.keep("drift", n=options.runs, nproc=options.nproc, rows=rows)
 
 
 if __name__ == "__main__":

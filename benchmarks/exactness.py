@@ -9,16 +9,11 @@ the median of the rounds' ratios to the hand-written loop, and writes benchmarks
 
 import argparse
 import dataclasses
-import datetime
 import itertools
-import json
-import os
-import pathlib
-import platform
 import statistics
-import sys
 import time
 
+import record
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -138,19 +133,7 @@ def main():
                 f"  {kind:<17} {row['median_ms']:9.2f} ms a step  ({1e3 * low:.2f} to {1e3 * high:.2f})  "
                 f"{row['ratio']:.3f} x"
             )
-    result = {
-        "argv": sys.argv,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-        "load": os.getloadavg()[0],
-        "n": asked.rounds,
-        "results": found,
-    }
-    name = f"exactness_{datetime.datetime.now():%Y-%m-%d_%H%M}.json"
-    path = pathlib.Path(__file__).parent / "results" / name
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"kept in {path}")
+    record.keep("exactness", n=asked.rounds, results=found)
 
 
 if __name__ == "__main__":

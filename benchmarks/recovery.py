@@ -11,9 +11,7 @@ workers do not find each other again in most restarts).
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import random
 import re
 import signal
@@ -25,6 +23,8 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+
+import record
 
 from evenstep.launcher import launch
 
@@ -173,7 +173,7 @@ def row(name: str, times: list[float], lost: int) -> dict[str, object]:
 
 
 def main() -> None:
-    """Measure, print one line a row and a JSON object at the end."""
+    """Measure, print one line a row, and keep the numbers."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--nproc", type=int, nargs="+", default=[2, 4])
@@ -188,10 +188,7 @@ def main() -> None:
             measured = torchrun(nproc, options.torchrun_kills, options.every)
             rows.append(row(f"torchrun, {nproc} processes, checkpoint every {options.every}", *measured))
             print(rows[-1], flush=True)
-    import torch
-
-    about = {"torch": torch.__version__, "cores": os.cpu_count(), "machine": platform.machine()}
-    print(json.dumps({"rows": rows, **about, "argv": sys.argv[1:], "load": os.getloadavg()}))
+    record.keep("recovery", rows=rows)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,10 @@ depend on the number of processes, is measured beside them as the baseline.
 """
 
 import argparse
-import datetime
-import json
-import os
-import platform
 import statistics
-import sys
 import time
-from pathlib import Path
 
+import record
 import torch
 import torch.distributed as dist
 
@@ -28,12 +23,12 @@ from evenstep.testing import run_ranks
 SIZES = tuple(4096 << k for k in range(11))  # 4 KiB to 4 MiB
 
 
-def times(world, rounds):
-    """``{size: {way: [seconds, ...]}}`` on rank 0; the ways take turns, after two rounds of warming up."""
+def times(world, rounds, sizes=SIZES):
+    """``{size: {way: [seconds, ...]}}`` of this rank; the ways take turns, after two rounds of warming up."""
     exchange = Exchange.of(world)
-    found = {size: {"all-reduce": [], "gather": [], "two-phase": []} for size in SIZES}
+    found = {size: {"all-reduce": [], "gather": [], "two-phase": []} for size in sizes}
     for turn in range(rounds + 2):
-        for size in SIZES:
+        for size in sizes:
             nodes = [torch.ones(size // 4) for _ in exchange.covers[world.rank]]
             out = torch.empty(size // 4)
             ways = {
@@ -84,18 +79,7 @@ def main():
         for size, row in rows.items():
             print(f"{size:>9} " + " ".join(f"{row[way]['median_us']:>11.0f}" for way in row))
         print(f"two-phase is quicker from {results[world_size]['crossover_bytes']} bytes on\n", flush=True)
-    path = Path(__file__).parent / "results" / f"reduce_{datetime.datetime.now():%Y-%m-%d_%H%M}.json"
-    path.parent.mkdir(exist_ok=True)
-    about = {
-        "argv": sys.argv[1:],
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "load_average": os.getloadavg(),
-        "rounds": options.rounds,
-    }
-    path.write_text(json.dumps({**about, "world_sizes": results}, indent=1) + "\n")
-    print(f"written to {path}")
+    record.keep("reduce", rounds=options.rounds, world_sizes=results)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
-import json
 import os
 import random
 import signal
@@ -26,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+import record
 
 from evenstep.launcher import launch
 from evenstep.testing import POINTS, KillAt
@@ -159,7 +160,8 @@ def main() -> int:
             bad.append(found)
         print(found, flush=True)
     summary = {"runs": runs, "kills": kills, "restarts": restarts, "points": dict(points), "wrong": len(bad)}
-    print(json.dumps({**summary, "bad": bad}, default=str))
+    print(summary)
+    record.keep("soak", **summary, bad=bad)
     return 1 if bad else 0
 
 
