@@ -12,29 +12,16 @@ import time
 
 import record
 import torch
-from torch import nn
+from wide import Wide
 
 from evenstep import Loader, TrainState, cross_entropy, launch, train_step
 from evenstep.drift import check_drift
 from evenstep.models import Net, num_parameters
 
 
-class Wide(nn.Module):
-    """One hidden layer: 10 million parameters, and as few operations for each of them as there can be."""
-
-    def __init__(self):
-        super().__init__()
-        self.hidden = nn.Linear(3072, 3243)
-        self.out = nn.Linear(3243, 10)
-
-    def forward(self, x):
-        """Return the logits."""
-        return self.out(torch.relu(self.hidden(x.flatten(1))))
-
-
 def measure(world, name, runs, batch_size):
     """Return the times of checks and steps in seconds. Collective: every rank must call."""
-    model = {"net": Net, "10M": Wide}[name]()
+    model = Net() if name == "net" else Wide(3243, 1)
     state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
     size = batch_size * 4
     data = torch.utils.data.TensorDataset(torch.randn(size, 3, 32, 32), torch.arange(size) % 10)

@@ -9,7 +9,6 @@ the median of the rounds' ratios to the hand-written loop, and writes benchmarks
 
 import argparse
 import dataclasses
-import itertools
 import statistics
 import time
 
@@ -17,28 +16,12 @@ import record
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from wide import Wide
 
 from evenstep import ImageArrays, Loader, TrainState, cross_entropy, launch, train_step
 from evenstep.models import Net, num_parameters
 
 KINDS = ("hand-written DDP", "fast", "exact")
-
-
-class Wide(nn.Module):
-    """Linear layers: as few operations for each parameter as there can be, so communication weighs most."""
-
-    def __init__(self, width, depth):
-        super().__init__()
-        sizes = [3072] + [width] * depth
-        self.hidden = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
-        self.out = nn.Linear(width, 10)
-
-    def forward(self, x):
-        """Return the logits."""
-        x = x.flatten(1)
-        for layer in self.hidden:
-            x = torch.relu(layer(x))
-        return self.out(x)
 
 
 MODELS = {"net": Net, "10M": lambda: Wide(2000, 2), "100M": lambda: Wide(6300, 3)}
