@@ -214,8 +214,7 @@ class Recovery:
 
     def agree(self, world: World) -> None:
         """Find the most advanced state that is left. Collective: every rank must call, before main begins."""
-        if world.fault is not None:
-            world.fault("in_recovery", 0)
+        world.at("in_recovery", 0)
         path = snapshot.newest(self.directories)
         highest = max(beat.highest for beat in self.pulse.beats.read())
         from_disk = there = None if world.run_dir is None else checkpoint.latest(world.run_dir)
