@@ -28,6 +28,7 @@ from evenstep.errors import MachineError
 
 _LOOK_EVERY_S = 0.1
 _LAST_WORDS_S = 1.0
+_GONE_TRIES, _GONE_EVERY_S = 20, 0.01
 
 
 @dataclass
@@ -395,10 +396,14 @@ class Line:
 
     def _remove_what_the_dead_left(self) -> None:
         """Remove the private directory if nobody listens in it any more: the launching process was killed."""
-        try:
-            Client(self._address, "AF_UNIX").close()
-        except ConnectionRefusedError:
-            shutil.rmtree(os.path.dirname(self._address), ignore_errors=True)
-            sharedmem.remove_leftovers()
-        except (OSError, EOFError):
-            pass
+        # More than once: Linux closes the newest files of a killed process first, and the socket at which it
+        # listened after its lines.
+        with contextlib.suppress(OSError, EOFError):
+            for _ in range(_GONE_TRIES):
+                try:
+                    Client(self._address, "AF_UNIX").close()
+                except ConnectionRefusedError:
+                    shutil.rmtree(os.path.dirname(self._address), ignore_errors=True)
+                    sharedmem.remove_leftovers()
+                    return
+                time.sleep(_GONE_EVERY_S)
