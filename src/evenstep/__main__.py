@@ -7,6 +7,7 @@ import contextlib
 import os
 import sys
 
+from evenstep import apart
 from evenstep.cli import main
 
 
@@ -25,7 +26,7 @@ def run() -> None:
         os._exit(code)
 
     atexit.register(leave)
-    code = main()
+    code = main(run=apart.run)
     sys.exit(code)
 
 

@@ -10,7 +10,7 @@ import importlib.metadata
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +47,28 @@ again with --resume; 128+N killed by signal N
 COMMANDS = ("train", "eval", "config", "checkpoint", "doctor", "verify", "bench", "report", "watch")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+Runner = Callable[..., int]
+"""``run(work, *args)`` returns what ``work(*args)`` does: an exit code. Here, or in another process."""
+
+
+def _here(work: Callable[..., int], *args: Any) -> int:
+    return work(*args)
+
+
+def main(argv: Sequence[str] | None = None, *, run: Runner = _here) -> int:
     """Run the command line and return its exit code.
 
     Args:
         argv: the words after ``evenstep``; by default those of this process.
+        run: runs what needs torch; the installed command does that in another process (apart.py).
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    return _guarded(_dispatch, list(sys.argv[1:] if argv is None else argv), run)
+
+
+def _guarded(work: Callable[..., int], *args: Any) -> int:
+    """Return the exit code of ``work``, also where it raises, and print the error."""
     try:
-        return _dispatch(words)
+        return work(*args)
     except EvenstepError as error:
         sys.stderr.write(f"evenstep{_rank_text()}: error: {error}\n")
         return error.exit_code
@@ -69,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stop.code if isinstance(stop.code, int) else 1
 
 
-def _dispatch(words: list[str]) -> int:
+def _dispatch(words: list[str], run: Runner) -> int:
     if not words:
         sys.stderr.write(HELP)
         return 2
@@ -79,9 +92,9 @@ def _dispatch(words: list[str]) -> int:
     if word == "--version":
         return _say(f"evenstep {importlib.metadata.version('evenstep')}")
     if word == "train":
-        return train(rest)
+        return train(rest, run)
     if word == "eval":
-        return evaluate(rest)
+        return evaluate(rest, run)
     if word == "config":
         return show_config(rest)
     if word == "doctor":
@@ -108,7 +121,7 @@ def _dispatch(words: list[str]) -> int:
     )
 
 
-def train(argv: Sequence[str]) -> int:
+def train(argv: Sequence[str], run: Runner = _here) -> int:
     """Run ``evenstep train``. Under torchrun every process runs this, and rank 0 speaks."""
     if options.wants_help(argv):
         options.parse(argv)
@@ -130,17 +143,23 @@ def train(argv: Sequence[str]) -> int:
 
     from evenstep.records import save_config, save_sources
 
-    run_dir, speaks = Path(str(config.run.run_dir)), rank_0_is_here(config)
-    if speaks and not config.run.resume:
-        save_config(config, run_dir)
-        save_sources(asked.sources, run_dir)
-    result: Mapping[str, Any] | None = _trained(config)
-    if speaks and config.run.resume:  # not before: a resume that is refused leaves the run as it was
-        save_sources(asked.sources, run_dir)
+    if rank_0_is_here(config) and not config.run.resume:
+        save_config(config, Path(str(config.run.run_dir)))
+        save_sources(asked.sources, Path(str(config.run.run_dir)))
+    return run(_guarded, _train, config, asked.sources, worlds.process_started())
+
+
+def _train(config: TrainConfig, sources: Mapping[str, str], started: float) -> int:
+    from evenstep.records import save_sources
+
+    result = _trained(config, started)
+    if rank_0_is_here(config) and config.run.resume:
+        # Not before: a resume that is refused leaves the run as it was.
+        save_sources(sources, Path(str(config.run.run_dir)))
     return _result(config, result)
 
 
-def _trained(config: TrainConfig) -> Mapping[str, Any] | None:
+def _trained(config: TrainConfig, started: float) -> Mapping[str, Any] | None:
     """Train; with ``--lanes-on-oom`` again with twice the lanes, as often as memory runs out.
 
     Returns:
@@ -154,7 +173,8 @@ def _trained(config: TrainConfig) -> Mapping[str, Any] | None:
 
     while True:
         try:
-            result: Mapping[str, Any] | None = launch(train_job, config, **options.launch_options(config))
+            asked = options.launch_options(config, leave_out=("started",))
+            result: Mapping[str, Any] | None = launch(train_job, config, started=started, **asked)
             return result
         except MemoryExhaustedError as error:
             from evenstep.memory import retried
@@ -166,7 +186,7 @@ def _trained(config: TrainConfig) -> Mapping[str, Any] | None:
             config = again
 
 
-def evaluate(argv: Sequence[str]) -> int:
+def evaluate(argv: Sequence[str], run: Runner = _here) -> int:
     """Run ``evenstep eval``: the numbers of a checkpoint once more, on any number of processes."""
     config, checkpoint = options.eval_config(options.parse_eval(argv))
     place = begin()
@@ -174,12 +194,15 @@ def evaluate(argv: Sequence[str]) -> int:
         config = _placed(config, place)
     _tell(config, (f"evaluating {checkpoint}",))
 
-    config = prepared(config)
+    return run(_guarded, _evaluate, prepared(config), str(checkpoint), worlds.process_started())
 
+
+def _evaluate(config: TrainConfig, checkpoint: str, started: float) -> int:
     from evenstep.jobs import eval_job
     from evenstep.launcher import launch
 
-    result = launch(eval_job, config, str(checkpoint), **options.launch_options(config))
+    asked = options.launch_options(config, leave_out=("started",))
+    result = launch(eval_job, config, checkpoint, started=started, **asked)
     return _result(config, result)
 
 

@@ -1,0 +1,102 @@
+"""The command's own process, which has no torch: what comes to it goes on to the process that works."""
+
+import contextlib
+import io
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import descendants, gone_within, processes
+from evenstep import apart
+
+STEPS = ["--data", "digits", "--nproc", "1", "--threads", "1", "--device", "cpu", "--log-every", "1"]
+
+
+@pytest.fixture
+def command(tmp_path):
+    """``evenstep train`` in a session of its own, as from a terminal, once it has done its first step."""
+    words = [sys.executable, "-m", "evenstep", "train", *STEPS, "--epochs", "10000", "--run-dir", "run"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(words, cwd=tmp_path, start_new_session=True, **pipes) as process:
+        try:
+            assert any(line.startswith("step 1/") for line in process.stdout)
+            yield process
+        finally:
+            process.terminate()  # to no avail where it has ended
+
+
+def launching(command):
+    """The process that does the work: below the fork server, at the head of a group of its own."""
+    return next(pid for pid in descendants(command.pid) if os.getpgid(pid) == pid)
+
+
+def alive(pids):
+    table = processes()
+    return [pid for pid in pids if pid in table and table[pid][1] != "Z"]
+
+
+def saved(tmp_path):
+    return sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("number", "to_group", "code"),
+    [(signal.SIGTERM, False, 75), (signal.SIGINT, False, 130), (signal.SIGINT, True, 130)],
+    ids=["kill", "kill -INT", "Ctrl-C"],
+)
+def test_a_wish_to_stop_comes_once_and_is_followed(command, tmp_path, number, to_group, code):
+    assert "libtorch" not in Path(f"/proc/{command.pid}/maps").read_text()
+    (os.killpg if to_group else os.kill)(command.pid, number)
+    text, _ = command.communicate(timeout=60)
+    assert command.returncode == code, text
+    assert "asked to stop: all ranks stopped and saved" in text
+    assert saved(tmp_path)
+
+
+def test_its_death_is_the_end_of_all(command):
+    others = [*descendants(command.pid)]
+    assert others
+    command.kill()
+    command.wait()
+    assert not gone_within(lambda: alive(others), 20)
+
+
+def test_the_death_of_the_working_process_is_told(command):
+    others = [*descendants(command.pid)]
+    os.kill(launching(command), signal.SIGKILL)
+    text, _ = command.communicate(timeout=60)
+    assert command.returncode == 137
+    assert "was ended by SIGKILL" in text
+    assert "--resume" in text
+    assert not gone_within(lambda: alive(others), 20)
+
+
+def test_ctrl_z_holds_the_work_and_fg_goes_on(command):
+    worker = launching(command)
+
+    def state():
+        return Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[0]
+
+    os.kill(command.pid, signal.SIGTSTP)
+    assert not gone_within(lambda: state() != "T")
+    os.kill(command.pid, signal.SIGCONT)
+    assert not gone_within(lambda: state() == "T")
+    command.terminate()
+    command.communicate(timeout=60)
+    assert command.returncode == 75
+
+
+def test_the_exit_code_is_that_of_the_work(tmp_path):
+    words = [sys.executable, "-m", "evenstep", "train", *STEPS, "--steps", "2"]
+    done = subprocess.run([*words, "--model", "os:nothing"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.count("evenstep: error: ") == 1
+
+
+def test_a_process_that_prints_elsewhere_works_itself():
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert apart.run(lambda code: code, 7) == 7
