@@ -26,7 +26,7 @@ from evenstep.collectives import CommunicationThread, Exchange, reduce_nodes
 from evenstep.data.batch import Batch
 from evenstep.errors import ConfigError
 from evenstep.heartbeat import Activity, now
-from evenstep.passes import Forward, Totals, Watched, begin_step, param_views, unused_error
+from evenstep.passes import Forward, Totals, Watched, begin_step, explained, param_views, unused_error
 from evenstep.seeding import seed_step
 from evenstep.staging import Staging
 from evenstep.tree import fold, merges_after_lane
@@ -155,7 +155,7 @@ class Lanes:
         with contextlib.ExitStack() as stack:
             for staging in self._staged:
                 stack.callback(staging.rollback)
-            stack.enter_context(_explained(size))
+            stack.enter_context(explained(size))
             if self._past_ddp:
                 yield self._module
             else:
@@ -343,22 +343,6 @@ def _check_layers(module: nn.Module) -> None:
                 "batch with the same bits everywhere. Or use torch.nn.BatchNorm1d, 2d or 3d, where each lane "
                 "normalises with its own samples. For torch's layer, which needs GPUs, pass --mode fast."
             )
-
-
-@contextlib.contextmanager
-def _explained(size: int) -> Iterator[None]:
-    """Say what to do when a normalisation layer gets a lane of one sample, which has no variance."""
-    try:
-        yield
-    except ValueError as error:
-        if size != 1 or not str(error).startswith("Expected more than 1 value per channel"):
-            raise
-        raise ConfigError(
-            f"a lane has 1 sample in this step, but a normalisation layer needs 2 or more to train: {error}. "
-            "It is the last batch of an epoch, or the batch is too small. Choose a --batch-size whose last "
-            "batch has at least 2 samples for each of the --lanes, use fewer --lanes, or normalise with "
-            "GroupNorm."
-        ) from error
 
 
 def _wrap(module: nn.Module, device: torch.device, *, find_unused: bool) -> DistributedDataParallel:

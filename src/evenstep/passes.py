@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,6 +68,22 @@ def begin_step(
     staged = [staging, *(other for other in world.staged if other is not staging)]
     num_running, *_ = [each.begin() for each in staged]
     return staged, num_running
+
+
+@contextlib.contextmanager
+def explained(size: int) -> Iterator[None]:
+    """Say what to do when a normalisation layer gets a lane of one sample, which has no variance."""
+    try:
+        yield
+    except ValueError as error:
+        if size != 1 or not str(error).startswith("Expected more than 1 value per channel"):
+            raise
+        raise ConfigError(
+            f"a lane has 1 sample in this step, but a normalisation layer needs 2 or more to train: {error}. "
+            "It is the last batch of an epoch, or the batch is too small. Choose a --batch-size whose last "
+            "batch has at least 2 samples for each of the --lanes, use fewer --lanes, or normalise with "
+            "GroupNorm."
+        ) from error
 
 
 def param_views(buffer: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
