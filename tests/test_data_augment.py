@@ -14,16 +14,17 @@ def _images(n, height=6, width=5, channels=3, seed=0):
     return np.random.default_rng(seed).integers(1, 256, (n, height, width, channels), dtype=np.uint8)
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(
     ids=st.lists(st.integers(0, 10**6), max_size=6),
     seed=st.integers(0, 2**40),
     epoch=st.integers(0, 1000),
     padding=st.integers(0, 4),
-    flip=st.booleans(),
+    flip=st.sampled_from(["random", "alternate", "none"]),
+    border=st.sampled_from(["zeros", "reflect"]),
 )
-def test_an_image_does_not_depend_on_the_batch(ids, seed, epoch, padding, flip):
-    images, options = _images(len(ids)), Augment(crop_padding=padding, flip=flip)
+def test_an_image_does_not_depend_on_the_batch(ids, seed, epoch, padding, flip, border):
+    images, options = _images(len(ids)), Augment(crop_padding=padding, flip=flip, crop_border=border)
     arguments = {"seed": seed, "epoch": epoch, "options": options}
     together = augment(images, np.array(ids, dtype=np.int64), **arguments)
     assert together.shape == images.shape
@@ -33,9 +34,13 @@ def test_an_image_does_not_depend_on_the_batch(ids, seed, epoch, padding, flip):
         np.testing.assert_array_equal(together[i], alone[0])
 
 
-def test_every_result_is_a_crop_of_the_padded_image_and_all_of_them_happen():
+# Mirrored at the edge, some crops are equal to others that are flipped.
+@pytest.mark.parametrize(
+    ("border", "mode", "distinct", "most"), [("zeros", "constant", 50, 80), ("reflect", "reflect", 40, 140)]
+)
+def test_every_result_is_a_crop_of_the_padded_image_and_all_of_them_happen(border, mode, distinct, most):
     image, padding, n = _images(1)[0], 2, 2000
-    padded = np.pad(image, ((padding, padding), (padding, padding), (0, 0)))
+    padded = np.pad(image, ((padding, padding), (padding, padding), (0, 0)), mode=mode)
     crops = {}
     for top in range(5):
         for left in range(5):
@@ -43,20 +48,43 @@ def test_every_result_is_a_crop_of_the_padded_image_and_all_of_them_happen():
             crops[window.tobytes()] = (top, left, False)
             crops[window[:, ::-1].tobytes()] = (top, left, True)
     results = augment(
-        np.broadcast_to(image, (n, *image.shape)), np.arange(n), seed=0, epoch=0, options=Augment(padding)
+        np.broadcast_to(image, (n, *image.shape)),
+        np.arange(n),
+        seed=0,
+        epoch=0,
+        options=Augment(padding, crop_border=border),
     )
     found = [crops[result.tobytes()] for result in results]
     counts = [found.count(crop) for crop in crops.values()]
-    assert len(counts) == 50
+    assert len(counts) == distinct
     assert min(counts) > 10  # 40 each are expected
-    assert max(counts) < 80
+    assert max(counts) < most
 
 
 def test_no_crop_and_no_flip_change_nothing():
     images = _images(4)
-    result = augment(images, np.arange(4), seed=0, epoch=0, options=Augment(0, False))
+    result = augment(images, np.arange(4), seed=0, epoch=0, options=Augment(0, "none"))
     np.testing.assert_array_equal(result, images)
     assert not np.shares_memory(result, images)
+
+
+def test_alternating_flips_show_every_image_both_ways_in_two_epochs():
+    images, ids, options = _images(64), np.arange(64), Augment(0, "alternate")
+    epochs = [augment(images, ids, seed=0, epoch=epoch, options=options) for epoch in range(3)]
+    is_mirrored = [(result != images).any(axis=(1, 2, 3)) for result in epochs]
+    np.testing.assert_array_equal(epochs[0][is_mirrored[0]], images[is_mirrored[0]][:, :, ::-1])
+    np.testing.assert_array_equal(is_mirrored[1], ~is_mirrored[0])
+    np.testing.assert_array_equal(is_mirrored[2], is_mirrored[0])
+    assert 16 < is_mirrored[0].sum() < 48
+    other = augment(images, ids, seed=1, epoch=0, options=options)
+    assert not np.array_equal(other, epochs[0])
+
+
+def test_an_image_that_is_too_small_to_be_mirrored_at_its_edge():
+    with pytest.raises(
+        ConfigError, match="crop_padding is 5 for images of 6x5 pixels, which have no more than 4"
+    ):
+        augment(_images(1), np.arange(1), seed=0, epoch=0, options=Augment(5, crop_border="reflect"))
 
 
 def test_epochs_and_seeds_differ():

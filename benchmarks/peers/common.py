@@ -32,6 +32,8 @@ def arguments(argv=None):
     parser.add_argument("--eval", type=int, default=0, help="images to evaluate after each epoch; 0: none")
     # Not --nproc: torchrun takes that for a short form of its own flag, even behind the script.
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--batch-size", type=int, default=BATCH_SIZE, help="handwritten_spawn alone")
+    parser.add_argument("--lr", type=float, default=LR, help="handwritten_spawn alone")
     parser.add_argument("--augment", action="store_true", help="random crop and flip, normalisation")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="where the peer has it")
     parser.add_argument("--mode", choices=("exact", "fast"), default="exact", help="evenstep alone")
@@ -105,8 +107,9 @@ class Clock:
 
     def __init__(self, args):
         self.started = args.started
-        self.eval_images = args.eval
+        self.eval_images, self.batch_size = args.eval, args.batch_size
         self.steps = self.evaluations = 0
+        self.accuracies = []
         self.first_step_at = self.ended_at = None
         self.steady_s = self.eval_s = 0.0
         self._since = 0.0
@@ -130,6 +133,10 @@ class Clock:
         self.eval_s += self.ended_at - begun
         self.evaluations += 1
 
+    def evaluated(self, accuracy):
+        """Call after an evaluation, where the script knows its accuracy."""
+        self.accuracies.append([round(time.time() - self.started, 2), accuracy])
+
     def results(self, test_samples):
         """Return what was measured.
 
@@ -139,9 +146,10 @@ class Clock:
         steady = self.steps - WARM_STEPS
         return {
             "launch_to_first_step_s": self.first_step_at - self.started,
-            "steady_images_per_s": steady * BATCH_SIZE / self.steady_s if steady > 0 else None,
+            "steady_images_per_s": steady * self.batch_size / self.steady_s if steady > 0 else None,
             "eval_images_per_s": self.eval_images * self.evaluations / self.eval_s if self.eval_s else None,
             "test_samples": int(test_samples),
+            "evaluations": self.accuracies,
             "steps": self.steps,
             "ended_at": self.ended_at,
         }

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from common import BATCH_SIZE, LR, MOMENTUM, Clock, Net, arguments, datasets
+from common import MOMENTUM, Clock, Net, arguments, datasets
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
@@ -58,11 +58,11 @@ def run(rank, world_size, args):
     train, test = datasets(args)
     model = DDP(Net(), find_unused_parameters=True)
     criterion = nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=MOMENTUM)
     sampler = DistributedSampler(train)
-    loader = DataLoader(train, batch_size=BATCH_SIZE // world_size, shuffle=False, sampler=sampler)
+    loader = DataLoader(train, batch_size=args.batch_size // world_size, shuffle=False, sampler=sampler)
     test_loader = DataLoader(
-        test, batch_size=BATCH_SIZE // world_size, sampler=DistributedSampler(test, shuffle=False)
+        test, batch_size=args.batch_size // world_size, sampler=DistributedSampler(test, shuffle=False)
     )
     clock = Clock(args)
     counted = 0
@@ -72,7 +72,8 @@ def run(rank, world_size, args):
         dist.barrier()
         if args.eval:
             with clock.evaluation():
-                _, counted = do_eval(model, test_loader)
+                correct, counted = do_eval(model, test_loader)
+            clock.evaluated(correct / counted)
     if rank == 0:
         clock.report(counted)
     dist.destroy_process_group()

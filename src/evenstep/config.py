@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from evenstep.errors import ConfigError, did_you_mean
+from evenstep.recipes import recipe_values
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-MODELS = ("net", "resnet9")
+MODELS = ("net", "resnet9", "whitenet")
 SOURCES = ("auto", "cifar10", "digits")
 CROSS_ENTROPY = "cross_entropy"
 
@@ -41,6 +42,8 @@ def _positive(name: str, value: float | None) -> None:
 class RunConfig:
     """The run as a whole."""
 
+    recipe: str | None = None
+    """Options that go together, under a name: fast or mission (docs/recipes.md). Flags win over it."""
     run_dir: str | None = None
     """Directory of the run: config, logs, metrics, checkpoints. Default: runs/DATE-TIME-MODEL."""
     resume: bool = False
@@ -51,6 +54,10 @@ class RunConfig:
     """exact: the same bits on any number of processes. fast: plain DDP all-reduce, autotuning, TF32."""
     smoke_test: bool = False
     """A few steps of everything (train, evaluate, checkpoint), to see in seconds that it works."""
+
+    def __post_init__(self) -> None:
+        if self.recipe is not None:
+            recipe_values(self.recipe)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,13 +136,29 @@ class DataConfig:
     cache_dir: str | None = None
     """Where decoded images are kept. Default: $XDG_CACHE_HOME/evenstep or ~/.cache/evenstep."""
     augment: bool = False
-    """Random crop with padding 4, random horizontal flip, and normalisation."""
+    """Random crop, random horizontal flip, and normalisation."""
+    crop_padding: int = 4
+    """--augment: pixels that an image may be shifted by in each direction; 0: no crop."""
+    crop_border: Literal["zeros", "reflect"] = "zeros"
+    """--augment: what is seen beyond the edge of a shifted image: zeros, or the image mirrored there."""
+    flip: Literal["random", "alternate", "none"] = "random"
+    """--augment: alternate: each image in one epoch as it is and in the next mirrored."""
+    image_sizes: str | None = None
+    """Sizes in pixels that images are scaled to, epoch by epoch, the last one to the end (16,24,24,32).
+    Evaluation has the size of the epoch before it. Default: no scaling."""
     workers: int = 0
     """DataLoader worker processes per process, for your own Datasets."""
 
     def __post_init__(self) -> None:
         if self.workers < 0:
             raise ConfigError(f"workers is {self.workers}; it must be 0 or more, for example --workers 2.")
+        if self.crop_padding < 0:
+            raise ConfigError(
+                f"crop_padding is {self.crop_padding}; it must be 0 (no crop) or more pixels, such as "
+                "--crop-padding 4."
+            )
+        if self.image_sizes is not None:
+            sizes_of(self.image_sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +166,7 @@ class ModelConfig:
     """Model."""
 
     model: str = "net"
-    """net, resnet9, or module:callable (called with num_classes if it takes it)."""
+    """net, resnet9, whitenet, or module:callable (called with num_classes if it takes it)."""
     compile: bool = False
     """Run the model through torch.compile."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -171,24 +194,26 @@ class OptimConfig:
     """Passes over the training data; the learning-rate schedule is laid over them."""
     steps: int | None = None
     """Stop at this step, wherever the epoch stands."""
-    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
+    optimizer: Literal["sgd", "adam", "adamw", "muon"] = "sgd"
     """Optimizer."""
     lr: float | None = None
-    """Learning rate. Default: 0.05 for sgd, 0.001 for adam and adamw."""
+    """Learning rate. Default: 0.05 for sgd, 0.001 for adam and adamw, 0.24 for muon."""
+    lr_rest: float | None = None
+    """muon: learning rate of biases, normalisation layers and the last layer. Default: that of sgd."""
     momentum: float = 0.9
-    """Momentum of sgd."""
+    """Momentum of sgd and muon."""
     nesterov: bool = False
-    """Nesterov momentum for sgd."""
+    """Nesterov momentum for sgd; muon always has it."""
     weight_decay: float = 0.0
     """Weight decay (not applied to biases and normalisation layers)."""
-    lr_schedule: Literal["step", "cosine", "onecycle", "constant"] = "step"
+    lr_schedule: Literal["step", "linear", "cosine", "onecycle", "constant"] = "step"
     """How the learning rate changes."""
     lr_decay: float = 0.3
     """step: the factor."""
     lr_decay_epochs: int = 5
     """step: epochs between two decays."""
     warmup_epochs: float = 0.0
-    """Epochs of linear warm-up from 0, for step, cosine and constant."""
+    """Epochs of linear warm-up from 0, for step, linear, cosine and constant."""
     clip_norm: float | None = None
     """Clip the norm of the whole gradient to this."""
     loss: str = CROSS_ENTROPY
@@ -199,7 +224,16 @@ class OptimConfig:
     """Keep an exponential moving average of the weights with this decay, and evaluate it."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "epochs", "steps", "lr", "lr_decay", "lr_decay_epochs", "clip_norm"):
+        for name in (
+            "batch_size",
+            "epochs",
+            "steps",
+            "lr",
+            "lr_rest",
+            "lr_decay",
+            "lr_decay_epochs",
+            "clip_norm",
+        ):
             _positive(name, getattr(self, name))
         if not 0 <= self.label_smoothing < 1:
             raise ConfigError(
@@ -232,6 +266,8 @@ class OutputConfig:
     """Epochs between checkpoints; the end of the run is always saved."""
     checkpoint_every_steps: int | None = None
     """Steps between checkpoints, besides those at the ends of epochs."""
+    tta: Literal["none", "flip"] = "none"
+    """flip: evaluate every image as it is and mirrored, and add up the logits (test-time augmentation)."""
     metrics: str | None = None
     """module:callable: metrics(model, batch), measured in evaluations: for each name one value a sample."""
     keep: int = 3
@@ -291,6 +327,24 @@ class TrainConfig:
             )
         least = lanes or (self.process.nproc if self.process.nproc != "auto" else 1)
         check_batch_size(self.optim.batch_size, least)
+
+
+def sizes_of(image_sizes: str) -> tuple[int, ...]:
+    """Return the sizes in pixels that ``--image-sizes`` gives, one for each epoch.
+
+    Args:
+        image_sizes: whole numbers with commas between them.
+
+    Raises:
+        ConfigError: it is anything else.
+    """
+    parts = [part.strip() for part in image_sizes.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ConfigError(
+            f"image_sizes is {image_sizes!r}; expected whole numbers above 0 with commas between them, one "
+            "for each epoch, such as --image-sizes 16,24,24,32."
+        )
+    return tuple(int(part) for part in parts)
 
 
 def check_batch_size(batch_size: int, lanes: int) -> None:

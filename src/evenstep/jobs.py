@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from loguru import logger
 from torch import nn
@@ -17,8 +18,8 @@ from torch.utils.data import Subset
 
 from evenstep import checkpoint
 from evenstep.banner import Facts
-from evenstep.config import TrainConfig, to_flat
-from evenstep.data.augment import Augment
+from evenstep.config import TrainConfig, sizes_of, to_flat
+from evenstep.data.augment import Augment, to_tensor
 from evenstep.data.cache import ImageArrays
 from evenstep.data.dataset import num_samples
 from evenstep.data.loader import Loader
@@ -34,14 +35,15 @@ from evenstep.optim import make_optimizer, make_schedule
 from evenstep.predictions import Recorder, summary
 from evenstep.reporter import Reporter
 from evenstep.state import TrainState
-from evenstep.step import train_step
+from evenstep.step import Loss, train_step
+from evenstep.views import at_size, evaluated, size_at
 from evenstep.world import World
-
-EVAL_CHUNK = 250
-"""Samples a chunk of the evaluation; fixed, because it is part of the bits."""
 
 SMOKE_SAMPLES = 500
 """Samples that a smoke test evaluates."""
+
+INIT_IMAGES = 1000
+"""Training images that a model with ``init_from_images`` is shown before the first step."""
 
 
 def train_job(world: World, config: TrainConfig) -> dict[str, Any]:
@@ -63,7 +65,7 @@ def train_job(world: World, config: TrainConfig) -> dict[str, Any]:
         result = fit(
             state,
             loader,
-            loss_of(config),
+            _loss(config, state),
             epochs=optim.epochs,
             steps=optim.steps,
             evaluation=_evaluation(config, source, state, recorder),
@@ -91,10 +93,10 @@ def steps_job(world: World, config: TrainConfig) -> None:
         world: this process.
         config: the options.
     """
-    source, loss = _source(config), loss_of(config)
-    optim = config.optim
+    source, optim = _source(config), config.optim
     with _loader(config, source, world) as loader:
         state = _state(config, source, loader.steps_per_epoch, world)
+        loss = _loss(config, state)
         for batch in loader.batches(state, epochs=optim.epochs, steps=optim.steps):
             train_step(state, batch, loss)
 
@@ -156,11 +158,11 @@ def eval_job(world: World, config: TrainConfig, path: str) -> dict[str, Any]:
     if source.test is None:
         raise ConfigError(f"the data {config.data.data!r} has no test set, so there is nothing to evaluate.")
     device = torch.device(world.device)
+    epoch = int(saved.meta.get("epoch", 0)) - (not saved.meta.get("epoch_step"))
     metrics = evaluate(
-        model.to(device),
+        evaluated(model.to(device), config.output.tta),
         source.test,
-        metrics_of(config, classification),
-        chunk_size=EVAL_CHUNK,
+        at_size(metrics_of(config, classification), lambda: size_at(_sizes(config), max(0, epoch))),
         context=lambda: autocast(config.model.precision, device),
         **_loading(config, source),
     )
@@ -216,6 +218,36 @@ def _loading(config: TrainConfig, source: Source) -> dict[str, Any]:
     return {"workers": config.data.workers}
 
 
+def _sizes(config: TrainConfig) -> tuple[int, ...]:
+    return () if config.data.image_sizes is None else sizes_of(config.data.image_sizes)
+
+
+def _loss(config: TrainConfig, state: TrainState) -> Loss:
+    return at_size(loss_of(config), lambda: size_at(_sizes(config), state.epoch))
+
+
+def _augment(config: TrainConfig) -> Augment:
+    data = config.data
+    return Augment(crop_padding=data.crop_padding, crop_border=data.crop_border, flip=data.flip)
+
+
+def _init_from_images(model: nn.Module, config: TrainConfig, source: Source) -> None:
+    """Show some training images to a model that computes weights from them: ``init_from_images``."""
+    init = getattr(model, "init_from_images", None)
+    if init is None:
+        return
+    train = source.train
+    if not isinstance(train, ImageArrays):
+        raise ConfigError(
+            f"the model {config.model.model} computes weights from training images, which it can only be "
+            f"shown where evenstep decodes them itself; {config.data.data} gives a Dataset of your own. Use "
+            "another --model."
+        )
+    # Images may be sorted by class, so these come from everywhere.
+    rows = np.linspace(0, len(train) - 1, min(INIT_IMAGES, len(train))).astype(np.int64)
+    init(to_tensor(train.gather(rows)[0], *(_loading(config, source)["normalize"] or ())))
+
+
 def _loader(config: TrainConfig, source: Source, world: World) -> Loader:
     own = not isinstance(source.train, ImageArrays)
     if own and config.data.augment:
@@ -226,7 +258,7 @@ def _loader(config: TrainConfig, source: Source, world: World) -> Loader:
     return Loader(
         source.train,
         config.optim.batch_size,
-        augment=Augment() if config.data.augment else None,
+        augment=_augment(config) if config.data.augment else None,
         world=world,
         **_loading(config, source),
     )
@@ -238,6 +270,7 @@ def _optimizer(config: TrainConfig, model: nn.Module) -> Optimizer:
         model,
         optim.optimizer,
         lr=optim.lr,
+        lr_rest=optim.lr_rest,
         momentum=optim.momentum,
         nesterov=optim.nesterov,
         weight_decay=optim.weight_decay,
@@ -247,6 +280,7 @@ def _optimizer(config: TrainConfig, model: nn.Module) -> Optimizer:
 def _state(config: TrainConfig, source: Source, steps_per_epoch: int | None, world: World) -> TrainState:
     optim = config.optim
     model = _model(config, source)
+    _init_from_images(model, config, source)
     optimizer = _optimizer(config, model)
     schedule = make_schedule(
         optim.lr_schedule,
@@ -311,15 +345,17 @@ def _evaluation(
     if source.test is None:
         return None
     test = _test_set(config, source)
-    measured = metrics_of(config, recorder)
+    measured = at_size(
+        metrics_of(config, recorder),
+        lambda: size_at(_sizes(config), max(0, state.epoch - (not state.epoch_step))),
+    )
 
     def evaluation() -> dict[str, float]:
         recorder.clear()
         return evaluate(
-            state.evaluated_model,
+            evaluated(state.evaluated_model, config.output.tta),
             test,
             measured,
-            chunk_size=EVAL_CHUNK,
             context=state.autocast,
             world=state.world,
             **_loading(config, source),

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from evenstep.config import MODELS
 from evenstep.errors import ConfigError, did_you_mean
 from evenstep.objects import import_object
+from evenstep.pooling import MaxPool2x2
+from evenstep.whitenet import WhiteNet
 
 
 class Net(nn.Module):
@@ -34,7 +36,7 @@ class Net(nn.Module):
         side = image_size // 4
         self.conv1 = nn.Conv2d(in_channels, 64, kernel_size=3, padding=1)
         self.conv2 = nn.Conv2d(64, 128, kernel_size=3, padding=1)
-        self.pool = nn.MaxPool2d(2)
+        self.pool = MaxPool2x2()
         self.linear = nn.Linear(128 * side * side, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -92,9 +94,9 @@ class ResNet9(nn.Module):
         super().__init__()
         _check_image_size("resnet9", image_size, least=8)
         self.prep = _conv_block(in_channels, width)
-        self.layer1 = nn.Sequential(_conv_block(width, 2 * width), nn.MaxPool2d(2), Residual(2 * width))
-        self.layer2 = nn.Sequential(_conv_block(2 * width, 4 * width), nn.MaxPool2d(2))
-        self.layer3 = nn.Sequential(_conv_block(4 * width, 8 * width), nn.MaxPool2d(2), Residual(8 * width))
+        self.layer1 = nn.Sequential(_conv_block(width, 2 * width), MaxPool2x2(), Residual(2 * width))
+        self.layer2 = nn.Sequential(_conv_block(2 * width, 4 * width), MaxPool2x2())
+        self.layer3 = nn.Sequential(_conv_block(4 * width, 8 * width), MaxPool2x2(), Residual(8 * width))
         self.linear = nn.Linear(8 * width, num_classes, bias=False)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -131,8 +133,9 @@ def build(spec: str, *, num_classes: int, in_channels: int = 3, image_size: int 
     """Return a new model.
 
     Args:
-        spec: ``net``, ``resnet9``, or ``module:callable``. The callable (a function or a class) gets those
-            of the arguments ``num_classes``, ``in_channels``, ``image_size``, by keyword, that it takes.
+        spec: ``net``, ``resnet9``, ``whitenet``, or ``module:callable``. The callable (a function or a
+            class) gets those of the arguments ``num_classes``, ``in_channels``, ``image_size``, by keyword,
+            that it takes.
         num_classes: number of classes in the data.
         in_channels: channels of the images.
         image_size: height and width of the images in pixels.
@@ -146,6 +149,9 @@ def build(spec: str, *, num_classes: int, in_channels: int = 3, image_size: int 
         return Net(**known)
     if spec == "resnet9":
         return resnet9(**known)
+    if spec == "whitenet":
+        _check_image_size(spec, image_size, least=9)
+        return WhiteNet(num_classes, in_channels, image_size)
     if ":" not in spec:
         raise ConfigError(
             f"unknown model {spec!r}.{did_you_mean(spec, MODELS)} Choose one of {', '.join(MODELS)}, or your "

@@ -9,12 +9,14 @@ from typing import Any, Literal
 
 from torch import Tensor, nn, optim
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
 
 from evenstep.errors import ConfigError, did_you_mean
+from evenstep.muon import Muon
 
-OPTIMIZERS = ("sgd", "adam", "adamw")
-SCHEDULES = ("step", "cosine", "onecycle", "constant")
-DEFAULT_LR = {"sgd": 0.05, "adam": 0.001, "adamw": 0.001}
+OPTIMIZERS = ("sgd", "adam", "adamw", "muon")
+SCHEDULES = ("step", "linear", "cosine", "onecycle", "constant")
+DEFAULT_LR = {"sgd": 0.05, "adam": 0.001, "adamw": 0.001, "muon": 0.24}
 
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
@@ -24,6 +26,7 @@ def make_optimizer(
     name: str,
     *,
     lr: float | None = None,
+    lr_rest: float | None = None,
     momentum: float = 0.9,
     nesterov: bool = False,
     weight_decay: float = 0.0,
@@ -32,14 +35,16 @@ def make_optimizer(
 
     Without weight decay there is one group, named ``all``. With it there are two: ``decay``, and ``no_decay``
     for biases, the parameters of normalisation layers, and any other with fewer than two dimensions. A group
-    without parameters is left out.
+    without parameters is left out. With muon there is one more, ``orthogonal``: the weights of all
+    convolutions and linear layers but the last; sgd with Nesterov momentum moves the others.
 
     Args:
         model: the model; its frozen parameters are left out.
-        name: ``sgd``, ``adam`` or ``adamw``.
-        lr: learning rate; by default 0.05 for sgd, 0.001 for adam and adamw.
-        momentum: momentum of sgd; the others ignore it.
-        nesterov: Nesterov momentum, for sgd only.
+        name: ``sgd``, ``adam``, ``adamw`` or ``muon``.
+        lr: learning rate; by default 0.05 for sgd, 0.001 for adam and adamw, 0.24 for muon.
+        lr_rest: muon: the learning rate of what sgd moves; by default that of sgd.
+        momentum: momentum of sgd and muon; the others ignore it.
+        nesterov: Nesterov momentum, for sgd only; muon has it anyway.
         weight_decay: weight decay; added to the gradient by sgd and adam, decoupled in adamw.
 
     Raises:
@@ -50,27 +55,47 @@ def make_optimizer(
             f"unknown optimizer {name!r}.{did_you_mean(name.lower(), OPTIMIZERS)} Choose --optimizer "
             f"{', '.join(OPTIMIZERS)}."
         )
-    if nesterov and (name != "sgd" or momentum <= 0):
+    if lr_rest is not None and name != "muon":
+        raise ConfigError(
+            f"--lr-rest {lr_rest} does not go with --optimizer {name}, which has one learning rate for all "
+            "parameters. Leave out --lr-rest, or use --optimizer muon."
+        )
+    if nesterov and (name not in ("sgd", "muon") or momentum <= 0):
         raise ConfigError(
             f"--nesterov does not go with --optimizer {name}, momentum {momentum}: Nesterov momentum is a "
             "form of sgd's momentum. Leave out --nesterov, or use --optimizer sgd with --momentum above 0."
         )
     if weight_decay < 0:
         raise ConfigError(f"weight_decay is {weight_decay}; it must be 0 or more. Correct --weight-decay.")
-    groups = _groups(model, weight_decay)
+    is_muon = name == "muon"
+    groups = _groups(model, weight_decay, orthogonal=_hidden_weights(model) if is_muon else ())
     learning_rate = DEFAULT_LR[name] if lr is None else lr
     # Neither fused nor foreach is asked for. torch then takes foreach on accelerators and a plain loop on the
     # CPU, which has the same bits, and where foreach is no faster (a step of net on one core: 97 us both with
     # sgd, 340 and 325 with adam). fused would take 56 and 125 us, below 0.2% of a training step of net, but
     # its CPU kernels give wrong results without an error where a gradient or a state has other strides than
     # its parameter (torch 2.14), and sgd's skip bfloat16 weights (pytorch issue 191763).
+    if is_muon:
+        rest = DEFAULT_LR["sgd"] if lr_rest is None else lr_rest
+        groups = [{**group, "lr": learning_rate if group.get("orthogonal") else rest} for group in groups]
+        return Muon(groups, lr=learning_rate, momentum=momentum)
     if name == "sgd":
         return optim.SGD(groups, lr=learning_rate, momentum=momentum, nesterov=nesterov)
     kind = optim.Adam if name == "adam" else optim.AdamW
     return kind(groups, lr=learning_rate)
 
 
-def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def _hidden_weights(model: nn.Module) -> list[nn.Parameter]:
+    """Return the trainable weights of convolutions and linear layers, but for the last one's."""
+    kinds = (_ConvNd, nn.Linear)
+    weights = [module.weight for module in model.modules() if isinstance(module, kinds)]
+    hidden = [weight for weight in weights[:-1] if weight is not weights[-1]]
+    return [weight for weight in hidden if isinstance(weight, nn.Parameter) and weight.requires_grad]
+
+
+def _groups(
+    model: nn.Module, weight_decay: float, orthogonal: Sequence[nn.Parameter] = ()
+) -> list[dict[str, Any]]:
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not trainable:
         total = sum(1 for _ in model.parameters())
@@ -79,6 +104,19 @@ def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
             "set. Unfreeze some of them (parameter.requires_grad_(True)), or use `evenstep eval` for a model "
             "that is only to be evaluated."
         )
+    chosen = {id(p) for p in orthogonal}
+    weights = [p for _, p in trainable if id(p) in chosen]
+    others = [(name, p) for name, p in trainable if id(p) not in chosen]
+    groups = [
+        {"name": "orthogonal", "params": weights, "orthogonal": True, "weight_decay": 0.0},
+        *_decay_groups(model, others, weight_decay),
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _decay_groups(
+    model: nn.Module, trainable: Sequence[tuple[str, nn.Parameter]], weight_decay: float
+) -> list[dict[str, Any]]:
     if weight_decay == 0:
         return [{"name": "all", "params": [p for _, p in trainable], "weight_decay": 0.0}]
     normal = {id(p) for module in model.modules() if isinstance(module, _NORMS) for p in module.parameters()}
@@ -87,11 +125,10 @@ def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     for name, p in trainable:
         spared = p.ndim < 2 or id(p) in normal or name.rpartition(".")[2] == "bias"
         (no_decay if spared else decay).append(p)
-    groups = [
+    return [
         {"name": "decay", "params": decay, "weight_decay": weight_decay},
         {"name": "no_decay", "params": no_decay, "weight_decay": 0.0},
     ]
-    return [group for group in groups if group["params"]]
 
 
 @dataclass(frozen=True)
@@ -102,7 +139,7 @@ class Schedule:
     a checkpoint, and a resumed run gets the same learning rates. Make one with :func:`make_schedule`.
     """
 
-    name: Literal["step", "cosine", "onecycle", "constant"]
+    name: Literal["step", "linear", "cosine", "onecycle", "constant"]
     """The shape, see :func:`make_schedule`."""
     total_steps: int | None = None
     """Steps of the whole run; None if that is not known."""
@@ -131,8 +168,8 @@ class Schedule:
         assert self.total_steps is not None
         if self.name == "onecycle":
             return _onecycle(step, self.total_steps)
-        progress = (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)
-        return _cosine(1.0, 0.0, min(progress, 1.0))
+        progress = min((step - self.warmup_steps) / (self.total_steps - self.warmup_steps), 1.0)
+        return 1.0 - progress if self.name == "linear" else _cosine(1.0, 0.0, progress)
 
     def _decayed(self, epoch: int) -> float:
         return float(self.decay ** (epoch // self.decay_epochs))
@@ -166,7 +203,8 @@ def make_schedule(
 
     Args:
         name: ``step``: times ``decay`` every ``decay_epochs`` epochs, as torch's StepLR. ``cosine``: from 1
-            to 0 along half a cosine over all steps, as CosineAnnealingLR. ``onecycle``: from 1/25 up to 1 in
+            to 0 along half a cosine over all steps, as CosineAnnealingLR. ``linear``: from 1 to 0 along a
+            straight line. ``onecycle``: from 1/25 up to 1 in
             the first 30% of the steps, then down to almost 0, as OneCycleLR; the base learning rate is the
             peak; the momentum is left alone. ``constant``: 1.
         epochs: epochs of the whole run.
@@ -174,7 +212,7 @@ def make_schedule(
         decay: the factor of ``step``.
         decay_epochs: epochs between two decays of ``step``.
         warmup_epochs: epochs at the beginning in which the learning rate grows linearly from 0; ``cosine``
-            then goes over the steps that are left.
+            and ``linear`` then go over the steps that are left.
 
     Raises:
         ConfigError: the name is unknown, the number of steps must be known and is not, or the warm-up does
@@ -185,7 +223,7 @@ def make_schedule(
             f"unknown learning-rate schedule {name!r}.{did_you_mean(name.lower(), SCHEDULES)} Choose "
             f"--lr-schedule {', '.join(SCHEDULES)}."
         )
-    if steps_per_epoch is None and name in ("cosine", "onecycle"):
+    if steps_per_epoch is None and name in ("linear", "cosine", "onecycle"):
         raise ConfigError(
             f"--lr-schedule {name} needs to know how many steps an epoch has, but the training data are "
             "iterable and have no length. Use --lr-schedule step or constant, or give the data set a "

@@ -1,7 +1,7 @@
 """From the command line to the options of a run, with the source of every value.
 
-Precedence: flag > ``--config`` file > the run directory's own config.toml (with ``--resume``) > default.
-Nothing here imports torch.
+Precedence: flag > ``--config`` file > the run directory's own config.toml (with ``--resume``) > the
+``--recipe`` > default. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from evenstep.config import (
     read_toml,
 )
 from evenstep.errors import CheckpointError, ConfigError, did_you_mean
+from evenstep.recipes import recipe_values
 from evenstep.rundir import RUNS, checkpoints, newest_run
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Options:
 
     Attributes:
         config: the values.
-        sources: where each value comes from: ``flag``, ``file run.toml``, ``run directory``,
+        sources: where each value comes from: ``flag``, ``file run.toml``, ``run directory``, ``recipe fast``,
             ``smoke test``, ``newest run`` or ``default``, for every key.
         notes: what was decided on the way and has to be said to the user.
     """
@@ -146,13 +147,23 @@ def parse(argv: Sequence[str], command: str = "train") -> Options:
 
     path = given.pop("config", None)
     file = check_values(read_toml(path), path) if isinstance(path, str) else {}
+    recipe = given.get("recipe", file.get("recipe"))
+    if isinstance(recipe, str):
+        values = recipe_values(recipe)
+        flags, sources = _put(flags, values, f"recipe {recipe}"), dict.fromkeys(values, f"recipe {recipe}")
     if given.get("resume", file.get("resume", False)):
         run_dir = given.get("run_dir", file.get("run_dir"))
         if run_dir is None:
             run_dir = str(newest_run(RUNS))
             notes.append(f"resuming {run_dir}: the newest run in {RUNS}/ that has a checkpoint")
-            flags, sources = _put(flags, {"run_dir": run_dir}, run_dir), {"run_dir": "newest run"}
+            flags, sources["run_dir"] = _put(flags, {"run_dir": run_dir}, run_dir), "newest run"
         saved = resumable_values(Path(str(run_dir)))
+        if recipe is not None and recipe != saved.get("recipe"):
+            raise ConfigError(
+                f"--recipe {recipe} does not go with --resume: the run in {run_dir} has its options already, "
+                f"those of {'no recipe' if saved.get('recipe') is None else saved['recipe']}. Leave out "
+                "--recipe, or begin a new run in another --run-dir."
+            )
         flags = _put(flags, saved, f"{run_dir}/config.toml")
         sources |= dict.fromkeys(saved, "run directory")
     flags = _put(flags, file, str(path))

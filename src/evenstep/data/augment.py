@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -19,24 +19,31 @@ class Augment:
     """What is done to a training image.
 
     Attributes:
-        crop_padding: pixels of zeros added on each side before an image of the old size is cut out at a
-            random place, as torchvision's ``RandomCrop(size, padding=4)``; 0 for no crop.
-        flip: whether every second image, at random, is mirrored left to right.
+        crop_padding: pixels added on each side before an image of the old size is cut out at a random
+            place, as torchvision's ``RandomCrop(size, padding=4)``; 0 for no crop.
+        flip: ``random``: in every epoch half of the images, at random, are mirrored left to right.
+            ``alternate``: half of them in the first epoch, the other half in the second, and so on, so that
+            two epochs show every image both ways (Keller Jordan, arXiv 2404.00498). ``none``: never.
+        crop_border: what the added pixels are: ``zeros``, or the image mirrored at its edge, ``reflect``.
     """
 
     crop_padding: int = 4
-    flip: bool = True
+    flip: Literal["random", "alternate", "none"] = "random"
+    crop_border: Literal["zeros", "reflect"] = "zeros"
 
     def __post_init__(self) -> None:
         if self.crop_padding < 0:
-            raise ConfigError(f"crop_padding is {self.crop_padding}; it must be 0 (no crop) or more pixels.")
+            raise ConfigError(
+                f"crop_padding is {self.crop_padding}; it must be 0 (no crop) or more pixels, such as "
+                "--crop-padding 4."
+            )
 
 
 def augment(images: np.ndarray, ids: np.ndarray, *, seed: int, epoch: int, options: Augment) -> np.ndarray:
     """Return randomly cropped and flipped images.
 
     An image's crop and flip are a hash of (seed, epoch, id), so they do not depend on the other images of
-    the batch, nor on the process.
+    the batch, nor on the process. Alternating flips are a hash of (seed, id) and the parity of the epoch.
 
     Args:
         images: uint8 (n, H, W, C).
@@ -50,22 +57,50 @@ def augment(images: np.ndarray, ids: np.ndarray, *, seed: int, epoch: int, optio
     """
     from evenstep.seeding import STREAM_AUGMENT, mix_array
 
-    n, height, width, channels = images.shape
+    _, height, width, _ = images.shape
     hashes = mix_array(seed, STREAM_AUGMENT, epoch, np.asarray(ids))
     padding = options.crop_padding
     places = 2 * padding + 1
     # Three independent fields of one hash: 21 bits each, so the bias of the remainder is below 1e-5.
     tops = ((hashes & np.uint64(0x1FFFFF)) % np.uint64(places)).astype(np.intp)
     lefts = (((hashes >> np.uint64(21)) & np.uint64(0x1FFFFF)) % np.uint64(places)).astype(np.intp)
-    flips = (hashes >> np.uint64(62)).astype(bool) if options.flip else np.zeros(n, dtype=bool)
-    padded = np.zeros((n, height + 2 * padding, width + 2 * padding, channels), dtype=np.uint8)
-    padded[:, padding : padding + height, padding : padding + width] = images
+    if options.flip == "alternate":
+        first = mix_array(seed, STREAM_AUGMENT, np.asarray(ids)) >> np.uint64(62)
+        flips = (first + np.uint64(epoch)) % np.uint64(2) == 1
+    else:
+        flips = (hashes >> np.uint64(62)).astype(bool) & (options.flip == "random")
+    padded = _padded(images, padding, options.crop_border)
     result = np.empty_like(images, order="C", subok=False)
     # Slices of whole rows: faster than one fancy index over all pixels, which walks them one by one.
     for i, (top, left, flip) in enumerate(zip(tops.tolist(), lefts.tolist(), flips.tolist(), strict=True)):
         window = padded[i, top : top + height, left : left + width]
         result[i] = window[:, ::-1] if flip else window
     return result
+
+
+def _padded(images: np.ndarray, padding: int, border: str) -> np.ndarray:
+    """Return images, uint8 (n, H, W, C), with ``padding`` pixels more on each side."""
+    n, height, width, channels = images.shape
+    if border == "reflect" and padding >= min(height, width):
+        raise ConfigError(
+            f"crop_padding is {padding} for images of {height}x{width} pixels, which have no more than "
+            f"{min(height, width) - 1} to mirror at an edge. Use a smaller --crop-padding, or "
+            "--crop-border zeros."
+        )
+    if border == "reflect":
+        return np.pad(images, ((0, 0), (padding, padding), (padding, padding), (0, 0)), mode="reflect")
+    padded = np.zeros((n, height + 2 * padding, width + 2 * padding, channels), dtype=np.uint8)
+    padded[:, padding : padding + height, padding : padding + width] = images
+    return padded
+
+
+def resized(images: torch.Tensor, size: int) -> torch.Tensor:
+    """Return float images (n, C, H, W) as (n, C, size, size): every pixel the mean of what it covers."""
+    import torch
+
+    if images.shape[2:] == (size, size):
+        return images
+    return torch.nn.functional.adaptive_avg_pool2d(images, size).contiguous(memory_format=torch.channels_last)
 
 
 def to_tensor(

@@ -1,0 +1,52 @@
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from evenstep.data.augment import resized
+from evenstep.errors import ConfigError
+from evenstep.views import BothWays, at_size, evaluated, size_at
+
+
+class LeftPixel(nn.Module):
+    def forward(self, images):
+        return images[:, :, 0, 0]
+
+
+def test_flip_gives_the_mean_of_the_logits_of_both_views():
+    images = torch.arange(24.0).view(2, 3, 2, 2)
+    model = LeftPixel()
+    expected = (images[:, :, 0, 0] + images[:, :, 0, 1]) / 2
+    assert torch.equal(evaluated(model, "flip")(images), expected)
+    assert evaluated(model, "none") is model
+
+
+@pytest.mark.parametrize(("inputs", "text"), [(torch.zeros(2, 3), "shape (2, 3)"), (["a"], "list")])
+def test_flip_needs_images(inputs, text):
+    with pytest.raises(
+        ConfigError, match=f"--tta flip mirrors images, and these inputs have {re.escape(text)}"
+    ):
+        BothWays(LeftPixel())(inputs)
+
+
+def test_every_pixel_of_a_smaller_image_is_the_mean_of_what_it_covers():
+    images = torch.arange(2 * 3 * 16.0).view(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    half = resized(images, 2)
+    assert half.is_contiguous(memory_format=torch.channels_last)
+    expected = images.reshape(2, 3, 2, 2, 2, 2).mean(dim=(3, 5))
+    torch.testing.assert_close(half, expected)
+    assert resized(images, 4) is images
+
+
+def test_the_size_is_asked_for_at_each_call():
+    sizes = iter([None, 2])
+    measure = at_size(lambda model, batch: (model(batch[0]).shape, batch[1]), lambda: next(sizes))
+    images = torch.zeros(1, 3, 4, 4)
+    assert measure(nn.Identity(), (images, "labels")) == ((1, 3, 4, 4), "labels")
+    assert measure(nn.Identity(), (images, "labels")) == ((1, 3, 2, 2), "labels")
+
+
+def test_the_last_size_goes_on_to_the_end():
+    assert [size_at((16, 24), epoch) for epoch in range(4)] == [16, 24, 24, 24]
+    assert size_at((), 3) is None
