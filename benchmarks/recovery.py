@@ -6,11 +6,14 @@ been committed since the last kill. Beside it the same model under plain torchru
 workers do not find each other again in most restarts).
 
     python benchmarks/recovery.py --kills 20
+    python benchmarks/recovery.py --trace --kills 3 --nproc 4   # where the time goes, one line a moment
+    python benchmarks/recovery.py --steady                      # what recovery costs while nobody dies
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import random
 import re
@@ -22,15 +25,21 @@ import tempfile
 import textwrap
 import threading
 import time
+from datetime import datetime
 from pathlib import Path
 
 import record
 
+from evenstep import log
 from evenstep.launcher import launch
 
 STEPS_BETWEEN = 8
 TIMEOUT_S = 30.0
 _LINE = re.compile(r"step (\d+) (\d+) (\d+) ([\d.]+)")
+_MOMENT = re.compile(
+    r"([\d-]+ [\d:.]+) \| DEBUG +\| (rank \d+) \| .*\| moment: (.*) \(([\d.]+) ms of CPU time\)"
+)
+_AGENTS = ("torch.distributed.elastic.agent.server.api", "evenstep.launcher")
 
 
 def train(world, steps):
@@ -41,14 +50,27 @@ def train(world, steps):
     from evenstep.data.sources import open_source
     from evenstep.models import build
 
+    log.moment("main begins")
     source = open_source("digits", data_dir="data", cache_dir=None)
+    log.moment("data opened")
     model = build("net", num_classes=10)
-    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    log.moment("model built")
+    state = TrainState(model, optimizer)
+    mean = cross_entropy()
+
+    def loss(model, batch):
+        log.moment("forward")
+        value = mean(model, batch)
+        log.moment("backward")
+        return value
+
     for batch in Loader(source.train, 128, world=world).batches(state, steps=steps):
         before = state.step
-        train_step(state, batch, cross_entropy())
+        train_step(state, batch, loss)
         if state.step > before:
             world.send((state.step, os.getpid(), time.time()))
+            log.moment(f"step {state.step} committed")
     return state.step, world.restart, world.recovery.steps_lost
 
 
@@ -62,6 +84,8 @@ class Killer:
         self.killed_at: float | None = None
         self.next_at = STEPS_BETWEEN
         self.times: list[float] = []
+        self.spans: list[tuple[float, float, int]] = []
+        self.victim = -1
 
     def __call__(self, rank: int, told: tuple[int, int, float]) -> None:
         """Take the word of a committed step, and kill if it is time."""
@@ -69,24 +93,63 @@ class Killer:
         self.pids[rank] = pid
         if self.killed_at is not None and at > self.killed_at and pid not in self.old:
             self.times.append(at - self.killed_at)
+            self.spans.append((self.killed_at, at, self.victim))
             self.killed_at = None
             self.pids = {rank: pid}
             self.next_at = step + STEPS_BETWEEN
         elif self.killed_at is None and self.left and step >= self.next_at and len(self.pids) == self.nproc:
             self.left -= 1
             self.old = set(self.pids.values())
+            self.victim = self.random.randrange(self.nproc)
             self.killed_at = time.time()
-            os.kill(self.pids[self.random.randrange(self.nproc)], signal.SIGKILL)
+            os.kill(self.pids[self.victim], signal.SIGKILL)
 
 
-def ours(nproc: int, kills: int) -> tuple[list[float], int]:
-    """Return the times from each kill to the next committed step, and the steps lost."""
+def ours(nproc: int, kills: int, **more: object) -> tuple[Killer, int]:
+    """Return the killer, with the times from each kill to the next committed step, and the steps lost."""
     killer = Killer(nproc, kills)
     steps = (STEPS_BETWEEN + 3) * (kills + 2)
     options = {"device": "cpu", "threads": 1, "lanes": 4, "max_restarts": kills + 5, "on_message": killer}
-    *_, restarts, lost = launch(train, steps, nproc=nproc, **options)
+    *_, restarts, lost = launch(train, steps, nproc=nproc, **options, **more)
     assert restarts >= kills, f"{restarts} restarts for {kills} kills"
-    return killer.times, lost
+    return killer, lost
+
+
+class Heard(logging.Handler):
+    """What the agent says, with the times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[tuple[float, str, str, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep one line."""
+        text = record.getMessage().splitlines()[0].removeprefix("moment: ")
+        self.lines.append((record.created, "agent", text[:80], ""))
+
+
+def trace(nproc: int, kills: int) -> None:
+    """Print a time line for each kill: what every process came to, milliseconds after the kill."""
+    heard = Heard()
+    for name in _AGENTS:
+        logging.getLogger(name).addHandler(heard)
+        logging.getLogger(name).setLevel(logging.DEBUG)
+    with tempfile.TemporaryDirectory() as directory:
+        killer, _ = ours(nproc, kills, run_dir=directory, log_level="DEBUG")
+        lines = list(heard.lines)
+        for rank in range(nproc):
+            for line in log.path_of(directory, rank).read_text(encoding="utf8").splitlines():
+                if match := _MOMENT.fullmatch(line):
+                    lines.append((datetime.fromisoformat(match[1]).timestamp(), *match.group(2, 3, 4)))
+    for killed, recovered, victim in killer.spans:
+        print(
+            f"\nrank {victim} of {nproc} killed; the next step was committed after {recovered - killed:.3f} s"
+        )
+        for at, who, what, cpu in sorted(lines):
+            if killed - 0.001 <= at <= recovered + 0.02:
+                print(
+                    f"{1e3 * (at - killed):7.0f} ms  {who:<7} {what}" + (f"  (CPU {cpu} ms)" if cpu else "")
+                )
 
 
 TORCHRUN = """
@@ -179,10 +242,16 @@ def main() -> None:
     parser.add_argument("--nproc", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--every", type=int, default=10, help="steps between checkpoints under torchrun")
     parser.add_argument("--torchrun-kills", type=int, default=5)
+    parser.add_argument("--trace", action="store_true", help="print a time line for each kill, and no rows")
     options = parser.parse_args()
+    if options.trace:
+        for nproc in options.nproc:
+            trace(nproc, options.kills)
+        return
     rows = []
     for nproc in options.nproc:
-        rows.append(row(f"evenstep, {nproc} processes", *ours(nproc, options.kills)))
+        killer, lost = ours(nproc, options.kills)
+        rows.append(row(f"evenstep, {nproc} processes", killer.times, lost))
         print(rows[-1], flush=True)
         if options.torchrun_kills:
             measured = torchrun(nproc, options.torchrun_kills, options.every)

@@ -3,6 +3,7 @@ import importlib.resources
 import numpy as np
 
 from evenstep.data import digits
+from evenstep.data.cache import content_fingerprint, statistics
 
 
 def test_the_data_set():
@@ -12,6 +13,9 @@ def test_the_data_set():
     assert train.classes == tuple("0123456789")
     assert (np.bincount(train.labels) + np.bincount(test.labels)).sum() == 1797
     assert np.bincount(test.labels).min() >= 34
+    for split in (train, test):
+        assert split.fingerprint == content_fingerprint(split.images, split.labels)
+        assert (split.mean, split.std) == statistics([train.images])
     # The same bits everywhere and for ever: results of runs are compared.
     assert train.fingerprint == "e541d9a5054ecf988972864004fd8dfedf4432b59a000e0e44731b00169cc7b8"
     assert test.fingerprint == "aa0f1ec9504d35bcba58c75d0fb9b7fe6ec3b6c12e6599e1f0701156dab458d9"

@@ -19,7 +19,7 @@ MODULES = {name_of(path): path for path in sorted(SOURCE.rglob("*.py"))}
 
 LAYERS = {
     "values": ["errors", "config", "schedulers", "world", "machines"],
-    "ground": ["files", "sharedmem", "heartbeat", "allocator", "seeding", "log", "guests", "devices"],
+    "ground": ["files", "sharedmem", "heartbeat", "hugepages", "allocator", "seeding", "log", "guests", "devices"],
     "sums": ["tree", "collectives"],
     "parts": [
         *(
@@ -43,6 +43,7 @@ LAYERS = {
             "snapshot",
             "rescue",
             "recovery",
+            "resuming",
         ),
         *(module for module in MODULES if module.partition(".")[0] == "data"),
     ],

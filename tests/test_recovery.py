@@ -249,7 +249,8 @@ TORCHRUN = """
     from test_recovery import outcome
 
     fault = kill_at(1, 4, point="in_reduce")
-    print(launch(outcome, lanes=4, device="cpu", threads=1, timeout_s=20.0, fault=fault))
+    found = launch(outcome, lanes=4, device="cpu", threads=1, timeout_s=20.0, fault=fault)
+    sys.stdout.write(f"{{found}}\\n")  # at once: print may write the line end apart
 """
 
 

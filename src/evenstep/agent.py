@@ -49,6 +49,7 @@ from evenstep.rescue import save_as_checkpoint
 MONITOR_INTERVAL_S = 0.02
 _MANY = 1_000_000  # on several machines the restarts are counted for all of them together, by us
 _LEAVE_S = 15.0
+_WORD_S = 5.0
 _BACKEND = "evenstep-one-machine"
 _MAX_PARENT = 70  # a socket's path may have 107 characters on Linux, 103 elsewhere
 _SPEC_LOCK = threading.Lock()
@@ -130,7 +131,13 @@ class Run:
             self._relay = Relay(self.directory)
             Path(self.directory, "program.pkl").write_bytes(plan.payload)
             self.server = Server(
-                self.directory, self._key, plan.nproc, on_message, plan.grace_s, self._on_connected
+                self.directory,
+                self._key,
+                plan.nproc,
+                on_message,
+                plan.grace_s,
+                on_connected=self._on_connected,
+                is_saving=self._is_saving,
             )
         except BaseException:
             self.shared.close()
@@ -224,8 +231,10 @@ class Run:
         if self._meeting is not None and self._meeting.agreed is not None:
             worker.write_agreed(self.directory, restart, vars(self._meeting.agreed))
         self.server.begin(restart)
+        logging.getLogger("evenstep.launcher").debug("moment: the agent starts the workers")
         with self._lock:
             self._hidden.enter_context(main_hidden())
+            self._hidden.enter_context(sharedmem.semaphores(self.shared.path))
 
     def _meet(self) -> None:
         """Reach the other machines, if there are to be several."""
@@ -467,6 +476,9 @@ class Run:
         exits = {**exits, **self._exits(peers)}
         deaths = _deaths(peers)
         first = failure.first_failure(records, exits, deaths)
+        elsewhere = self._failure_elsewhere(first)
+        if elsewhere is not None:
+            return elsewhere
         path = None
         if first is not None and self._plan.setting.run_dir is not None:
             path = log.path_of(self._plan.setting.run_dir, first.rank)
@@ -493,6 +505,27 @@ class Run:
             own._render_traceback_ = error._render_traceback_
             return own
         return error
+
+    def _failure_elsewhere(self, first: failure.First | None) -> WorkerError | None:
+        """Return what happened on another machine, if what failed here is only its consequence."""
+        if self._meeting is None or self._stopped:
+            return None
+        peers = self.server.peers
+        was_ended = first is None or (first.rank in peers and peers[first.rank].killed)
+        if not was_ended and (first is None or first.record is None or not first.record.secondary):
+            return None
+        end = time.monotonic() + self._plan.grace_s + _WORD_S
+        while time.monotonic() < end:
+            told = self._meeting.failure_elsewhere()
+            if told is not None:
+                return told
+            if self._meeting.lost_machine is not None:
+                return WorkerError(
+                    f"{self._meeting.lost_machine}, and main has made no TrainState to go on from. Start the "
+                    "run again when the machine is back, or without it (--nnodes)."
+                )
+            time.sleep(MONITOR_INTERVAL_S)
+        return None
 
     def _signalled(self, number: signal.Signals, saved: Sequence[failure.Record]) -> BaseException:
         """Return what ends this process after a signal to it; the workers have ended by now."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import logging
 import os
 import queue
 import shutil
@@ -29,6 +30,7 @@ from evenstep.errors import MachineError
 _LOOK_EVERY_S = 0.1
 _LAST_WORDS_S = 1.0
 _GONE_TRIES, _GONE_EVERY_S = 20, 0.01
+_moments = logging.getLogger("evenstep.launcher")
 
 
 @dataclass
@@ -64,6 +66,7 @@ class Server:
         on_message: called as ``on_message(rank, obj)`` for each message, one at a time, on a thread of ours.
         grace_s: seconds between a worker's death and SIGKILL for those that have not ended by then.
         on_connected: called when all workers of a start have connected, on a thread of ours.
+        is_saving: whether a worker saves its state; it is not killed meanwhile.
     """
 
     def __init__(
@@ -74,9 +77,11 @@ class Server:
         on_message: Callable[[int, Any], None] | None,
         grace_s: float,
         on_connected: Callable[[], None],
+        is_saving: Callable[[], bool],
     ) -> None:
         self.values: dict[int, bytes] = {}
         self._on_connected = on_connected
+        self._is_saving = is_saving
         self.num_workers = num_workers
         self._on_message = on_message
         # A notebook's cell is in it, below which is shown what on_message prints.
@@ -235,6 +240,7 @@ class Server:
             if self._asked is not None:
                 self._put(peer, cloudpickle.dumps(("stop", self._asked)))
             all_connected = len(self._peers) == self.num_workers
+        _moments.debug("moment: rank %d connected", rank)
         if all_connected:
             self._on_connected()
         with contextlib.suppress(OSError, EOFError):
@@ -242,6 +248,7 @@ class Server:
                 kind, content = cloudpickle.loads(connection.recv_bytes())
                 self._take(peer, kind, content)
         peer.ended = time.time()
+        _moments.debug("moment: rank %d is gone", rank)
         with self._lock:
             self._heard.notify_all()
             if not peer.done and self._peers.get(rank) is peer:
@@ -292,10 +299,15 @@ class Server:
         torch's agent waits 30 seconds before it kills a worker that ignores SIGTERM or sleeps in C, and for
         ever when a worker leaves with exit code 0 in the middle of the run.
         """
-        if not self._closed.wait(self._grace_s):
+        wait_s = self._grace_s
+        while not self._closed.wait(wait_s):
+            if self._is_saving():
+                wait_s = _LOOK_EVERY_S
+                continue
             with self._lock:
                 if restart == self._restart:
                     self.signal_all(signal.SIGKILL)
+            return
 
 
 class Line:

@@ -50,6 +50,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointInfo",
     "average_of",
+    "directories",
     "latest",
     "load",
     "load_into",
@@ -57,6 +58,7 @@ __all__ = [
     "path_of",
     "prune",
     "save",
+    "step_of",
     "unwrapped",
     "verify",
     "write",
@@ -160,7 +162,7 @@ def prune(run_dir: str | Path, *, keep: int) -> None:
     warning in the log.
     """
     _check_keep(keep)
-    infos = [(path, _info(path)) for path in _directories(run_dir)]
+    infos = [(path, _info(path)) for path in directories(run_dir)]
     good = [(path, info) for path, info in infos if info.problem is None]
     if not good:
         return
@@ -191,7 +193,7 @@ def _check_keep(keep: int) -> None:
         raise ConfigError(f"keep is {keep}; at least one checkpoint must stay. Use --keep 1 or more.")
 
 
-def _directories(run_dir: str | Path) -> list[Path]:
+def directories(run_dir: str | Path) -> list[Path]:
     """Return the directories named as checkpoints, newest first; NAME.replaced after NAME."""
     parent = Path(run_dir) / "checkpoints"
     if not parent.is_dir():
@@ -200,9 +202,14 @@ def _directories(run_dir: str | Path) -> list[Path]:
     return [path for _, path in sorted(named, key=lambda pair: (-int(pair[0][1]), pair[0][2] or ""))]
 
 
-def _info(path: Path) -> CheckpointInfo:
+def step_of(path: Path) -> int:
+    """Return the step of a checkpoint, from the name of its directory."""
     match = _NAME.fullmatch(path.name)
-    step = int(match[1]) if match else -1
+    return int(match[1]) if match else -1
+
+
+def _info(path: Path) -> CheckpointInfo:
+    step = step_of(path)
     try:
         manifest = read_manifest(path)
         check_sizes(path, manifest)
@@ -217,7 +224,7 @@ def _size(path: Path) -> int:
 
 def ls(run_dir: str | Path) -> list[CheckpointInfo]:
     """Return the checkpoints of a run, oldest first; an empty list if there are none."""
-    plain = [_info(path) for path in _directories(run_dir)]
+    plain = [_info(path) for path in directories(run_dir)]
     good = {info.step for info in plain if info.problem is None and info.path.suffix != ".replaced"}
     return [i for i in reversed(plain) if not (i.path.suffix == ".replaced" and i.step in good)]
 
@@ -228,7 +235,7 @@ def latest(run_dir: str | Path) -> Path | None:
     A newer one that is damaged is skipped with a warning in the log. The contents of the files are not
     looked at: :func:`load` does that.
     """
-    for path in _directories(run_dir):
+    for path in directories(run_dir):
         problem = _info(path).problem
         if problem is None:
             return path
@@ -246,7 +253,7 @@ def read_meta(path: str | Path) -> dict[str, Any]:
     return meta
 
 
-def load(path: str | Path, *, map_location: str | torch.device = "cpu") -> Checkpoint:
+def load(path: str | Path, *, map_location: str | torch.device = "cpu", verified: bool = False) -> Checkpoint:
     """Read a checkpoint after checking the SHA-256 of its files. Every rank may call this.
 
     Nothing that is stored in it is run as code.
@@ -254,6 +261,7 @@ def load(path: str | Path, *, map_location: str | torch.device = "cpu") -> Check
     Args:
         path: directory of the checkpoint, such as :func:`latest` gives.
         map_location: device for the tensors.
+        verified: the SHA-256 has been checked already.
 
     Raises:
         CheckpointError: it is not there, is damaged, has an unknown format, or holds what a checkpoint must
@@ -261,7 +269,7 @@ def load(path: str | Path, *, map_location: str | torch.device = "cpu") -> Check
     """
     path = Path(path)
     manifest = read_manifest(path)
-    problems = verify(path)
+    problems = [] if verified else verify(path)
     if problems:
         raise CheckpointError("\n".join(problems))
     try:

@@ -94,7 +94,7 @@ def record(error: BaseException, rank: int) -> Record:
     """Return the record of an exception that ends the worker ``rank``."""
     kind, message = type(error).__name__, _text_of(error)
     frames = _frames(error)
-    secondary = isinstance(error, RuntimeError | OSError) and any(text in message for text in PEER_GONE)
+    secondary = is_consequence(error)
     code = exit_code_of(error)
     if code == _SAVED_EXIT:
         secondary = True  # it saved its state because another one failed, or because it was told to stop
@@ -112,6 +112,11 @@ def record(error: BaseException, rank: int) -> Record:
         exit_code=code,
         secondary=secondary,
     )
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Return whether an error says that a peer has gone, so that its cause is another process."""
+    return isinstance(error, RuntimeError | OSError) and any(text in _text_of(error) for text in PEER_GONE)
 
 
 def _text_of(error: BaseException) -> str:

@@ -14,6 +14,7 @@ from evenstep.errors import CheckpointError
 
 FORMAT_VERSION = 1
 MODEL, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json"
+_KEYS = {"format_version", "step", "score", "meta", "files", "aliases", "sha256"}
 _TEMPORARY = re.compile(r"\.tmp-step-\d+-(\d+)(?:-(\d+))?")
 
 
@@ -40,6 +41,12 @@ def sha256_of(path: Path) -> str:
         while block := file.read(1 << 20):
             sha.update(block)
     return sha.hexdigest()
+
+
+def seal(manifest: dict[str, Any]) -> str:
+    """Return the SHA-256 of a manifest's own content, which it holds under ``sha256``."""
+    content = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def advice(path: Path) -> str:
@@ -85,6 +92,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not whole:
         raise CheckpointError(
             f"{file} lacks some of format_version, step, score, meta, files, aliases. {advice(path)}"
+        )
+    # Those of earlier versions have no such key. Other keys are none that evenstep has ever written.
+    if manifest.keys() - _KEYS or manifest.get("sha256", seal(manifest)) != seal(manifest):
+        raise CheckpointError(
+            f"{file} is damaged: it is not what was written, as its own SHA-256 shows. {advice(path)}"
         )
     return manifest  # type: ignore[no-any-return]  # a dict, as checked above
 

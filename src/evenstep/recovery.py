@@ -27,13 +27,15 @@ import torch
 import torch.distributed as dist
 from loguru import logger
 
-from evenstep import checkpoint, sharedmem, snapshot
+from evenstep import checkpoint, log, sharedmem, snapshot
 from evenstep.checkpoint import Checkpoint
 from evenstep.errors import CheckpointError
 from evenstep.heartbeat import Activity, Heartbeats, Phase, Pulse
+from evenstep.resuming import gathered, newest_whole
 from evenstep.world import World
 
 _LOCK_PATIENCE_S = 10.0
+_WORD_S = 0.5
 _HISTORY = "recoveries.jsonl"
 
 
@@ -95,9 +97,13 @@ class Recovery:
         self._lock = threading.Lock()
         self._is_torn = False
         self._states: list[weakref.ref[Any]] = []
+        self._identities: list[int] = []
+        self._dropped: dict[int, Any] = {}
         self._snapshot: snapshot.Snapshot | None = None
         self._checkpoint: Path | None = None
         self._leaving = threading.Event()
+        self._leave_lock = threading.Lock()
+        self._is_saving = False
         self.finish: Callable[[], None] = lambda: None
         """Waits for what the process does in the background, such as the writing of a checkpoint."""
 
@@ -128,13 +134,35 @@ class Recovery:
 
     @property
     def has_states(self) -> bool:
-        """Whether a TrainState lives in this process: there is something to save."""
-        return any(ref() is not None for ref in self._states)
+        """Whether a TrainState of main's lives in this process."""
+        return any(self._held(i) is not None and i not in self._dropped for i in range(len(self._states)))
+
+    def _held(self, number: int) -> Any:
+        """Return a TrainState that is still in memory, or None."""
+        return self._dropped.get(number) or self._states[number]()
 
     @property
     def can_stop(self) -> bool:
         """Whether there will be a step to stop after: of a TrainState that is there, or is about to be."""
         return self.has_states or (self.restart > 0 and snapshot.newest(self.directories) is not None)
+
+    @property
+    def has_something_to_save(self) -> bool:
+        """Whether a TrainState is in memory, be it one that main needs no longer."""
+        return any(self._held(number) is not None for number in range(len(self._states)))
+
+    def dropped(self, state: Recoverable) -> None:
+        """Keep a TrainState that main needs no longer, in case another process dies before its main returns.
+
+        Called when nothing refers to it any more: most often because main has returned.
+        """
+        numbers = [number for number, identity in enumerate(self._identities) if identity == id(state)]
+        if numbers:  # the last one: memory is used again
+            self._dropped[numbers[-1]] = state
+
+    def making(self) -> None:
+        """Free the TrainStates that main has dropped: it is about to make the next one."""
+        self._dropped.clear()
 
     def found(self) -> Checkpoint | None:
         """Return what the TrainState that is being made has to take up; None for nothing."""
@@ -152,6 +180,7 @@ class Recovery:
         """Add a TrainState that has been made, and has taken up what it found."""
         with self._lock:
             self._states.append(weakref.ref(state))
+            self._identities.append(id(state))
             self.pulse.num_states = len(self._states)
             self.pulse.phase = Phase.TRAINING
             if self._snapshot is None:
@@ -160,41 +189,58 @@ class Recovery:
 
     def save(self) -> Path | None:
         """Save all TrainStates, from any thread; None if there are none, or a commit was cut off."""
-        if not self.has_states:
+        if not self.has_something_to_save:
             return None
-        if not self._lock.acquire(timeout=_LOCK_PATIENCE_S):
-            logger.error("no snapshot: a commit has not ended in {} s", _LOCK_PATIENCE_S)
-            return None
+        while not self._lock.acquire(timeout=_LOCK_PATIENCE_S):
+            if not self._is_saving:  # a large state takes its time
+                logger.error("no snapshot: a commit has not ended in {} s", _LOCK_PATIENCE_S)
+                return None
+        phase = self.pulse.phase
         try:
             if self._is_torn:
                 logger.error("no snapshot: an error has cut off a commit, so the state is not whole")
                 return None
             if self.pulse.step == 0:
                 return None  # to begin again is the same
-            living = [ref() for ref in self._states]
+            self._is_saving, self.pulse.phase = True, Phase.SAVING  # nobody ends this process meanwhile
+            self.pulse.beat()
+            living = [self._held(number) for number in range(len(self._states))]
             states = [None if state is None else state.snapshot() for state in living]
             return snapshot.save(self.directories, states, total=self.pulse.step, rank=self.rank)
         except Exception:
             logger.exception("no snapshot of step {}", self.pulse.step)
             return None
         finally:
+            self._is_saving, self.pulse.phase = False, phase
+            self.pulse.beat()
             self._lock.release()
 
-    def leave(self) -> None:
+    def leave(self) -> NoReturn:
         """Save and end this process at once, from any thread; the main thread may hang in a collective.
 
-        Does nothing if another thread has begun to.
+        If another thread has begun to, wait: it ends the process when the state is saved.
         """
-        if not self._leaving.is_set():
+        with self._leave_lock:
             self._leaving.set()
+            log.moment("leaving")
             self.save()
             with contextlib.suppress(Exception):
                 self.finish()
+            log.moment("saved")
             end_process(sharedmem.LEFT_EXIT)
 
     def leave_if_possible(self) -> None:
         """Leave if there is something to save; otherwise main may still end by itself."""
-        if self.has_states:
+        if self.has_something_to_save:
+            self.leave()
+
+    def leave_with_others(self) -> None:
+        """Wait a moment for the word that another process has died, on which a thread ends this one.
+
+        For the main thread, whose collective has failed: what it would do on its way out (log, report) takes
+        time from the cores on which the processes start again.
+        """
+        if self.has_something_to_save and self._leaving.wait(_WORD_S):
             self.leave()
 
     def done(self) -> None:
@@ -220,15 +266,18 @@ class Recovery:
         from_disk = there = None if world.run_dir is None else checkpoint.latest(world.run_dir)
         if from_disk is not None and not world.resume and from_disk.stat().st_mtime < self._began:
             from_disk = None  # of another run, in whose directory this one was begun without --resume
-        on_disk, any_disk = (-1 if each is None else _step_of(each) for each in (from_disk, there))
+        on_disk, any_disk = (-1 if each is None else checkpoint.step_of(each) for each in (from_disk, there))
         mine = torch.tensor([-1 if path is None else snapshot.total_of(path), highest, on_disk, any_disk])
-        everybody = _gathered(mine, world)
+        everybody = gathered(mine, world)
         total, highest, newest, _ = (int(column.max()) for column in everybody.T)
         if newest > total:
             _check_all_have(newest, everybody[:, 3].tolist(), world.run_dir)
-            from_disk = there  # a machine that came later has not seen it written
+            # A machine that came later has not seen it written, so there the time does not count.
+            since = 0.0 if world.resume or from_disk is None else self._began
+            from_disk = newest_whole(str(world.run_dir), world, since=since)
+            newest = -1 if from_disk is None else checkpoint.step_of(from_disk)
         if from_disk is not None and newest > total:
-            self._checkpoint, restored, origin = from_disk, _step_of(from_disk), f"the checkpoint {from_disk}"
+            self._checkpoint, restored, origin = from_disk, newest, f"the checkpoint {from_disk}"
         elif total >= 0:
             holders = [rank for rank, row in enumerate(everybody.tolist()) if row[0] == total]
             content: Any = path if path is not None and snapshot.total_of(path) == total else None
@@ -302,10 +351,6 @@ def _history(directory: Path) -> Sequence[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def _step_of(path: Path) -> int:
-    return int(path.name.partition("-")[2].partition(".")[0])
-
-
 def _check_all_have(step: int, steps: list[int], run_dir: str | None) -> None:
     """Raise CheckpointError if the newest checkpoint is not on all machines."""
     lacking = [rank for rank, its in enumerate(steps) if its != step]
@@ -315,17 +360,6 @@ def _check_all_have(step: int, steps: list[int], run_dir: str | None) -> None:
             f"the run directory {run_dir} of rank {lacking[0]}'s machine: it is not shared. Copy it "
             f"to all machines and start again with --resume --run-dir {run_dir}."
         )
-
-
-def _gathered(mine: torch.Tensor, world: World) -> torch.Tensor:
-    """Return everybody's whole numbers, one row a rank. Collective."""
-    mine = mine.to(world.device)
-    rows = [torch.empty_like(mine) for _ in range(world.world_size)]
-    if world.world_size > 1:
-        dist.all_gather(rows, mine)
-    else:
-        rows = [mine]
-    return torch.stack(rows).cpu()
 
 
 def _sent(content: Path | None, holder: int, world: World) -> bytes:

@@ -6,8 +6,8 @@ Around it:
 * One number for each start of the workers, the same on all machines. torch counts per machine, and does not
   count a start because a machine has come or gone.
 * The machine of the endpoint gets rank 0: it is the one that must live anyway.
-* A beat of each agent every second. torch's agent does not look for machines that have gone, and a cut link
-  resets no connection: the workers would wait for the timeout of the collective.
+* A beat of each agent every half second. torch's agent does not look for machines that have gone, and a cut
+  link resets no connection: the workers would wait for the timeout of the collective.
 * No call on the store may hang the run. When the machine of the endpoint is gone, calls on it may block for
   many minutes, so they run on threads of their own, and HostLostError is raised.
 """
@@ -45,8 +45,11 @@ from evenstep.errors import ConfigError, EvenstepError, MachineError, WorkerErro
 from evenstep.machines import Machines
 
 BACKEND = "evenstep-machines"
-BEAT_S = 1.0
+BEAT_S = 0.5
+SILENT_AFTER_S = 3.5
+"""Without a beat for so long a machine counts as gone: a mistake costs a new start, and no step."""
 LOST_AFTER_S = 5.0
+"""The same for the machine of the endpoint: a mistake ends the run here, saved."""
 _FIRST_LOOK_S = 5.0
 _CLOSE_S = 3.0
 _OFFER_S = 10.0
@@ -171,6 +174,7 @@ class Meeting(RendezvousHandler):
         restarts: starts before it that a failure caused, and not a machine that came.
         agreed: what the machines have settled.
         change: which machines have come or gone since the last start; empty if none.
+        lost_machine: which machine was the first that did not answer any more; None if all do.
     """
 
     def __init__(
@@ -193,6 +197,7 @@ class Meeting(RendezvousHandler):
         self._calls = calls
         self._members: dict[str, Offer] = {}
         self._waiting = 0
+        self.lost_machine: str | None = None
         self._lost: str | None = None
         self._closed = threading.Event()
         self._reported = -1
@@ -242,7 +247,9 @@ class Meeting(RendezvousHandler):
                 ) from None
             raise HostLostError(text) from None
         except RendezvousClosedError:
-            self._raise_failure()
+            failure = self.failure_elsewhere()
+            if failure is not None:
+                raise failure from None
             raise HostLostError("the run has ended on another machine") from None
         except (RendezvousError, RuntimeError) as error:
             self._lost = self._gone(error)
@@ -288,7 +295,9 @@ class Meeting(RendezvousHandler):
 
     def tell_failure(self, error: EvenstepError) -> None:
         """Tell the other machines why this one ends the run; the first word counts."""
-        word = json.dumps({"text": str(error), "code": error.exit_code, "where": self.address})
+        word = json.dumps(
+            {"text": str(error), "code": error.exit_code, "where": self.address, "agent": self._name}
+        )
         with contextlib.suppress(HostLostError, RuntimeError, TimeoutError):
             self._within(lambda: self._root.compare_set("failure", "", word), _CLOSE_S)
 
@@ -393,6 +402,7 @@ class Meeting(RendezvousHandler):
         self.start, self.restarts = plan["start"], plan["restarts"]
         self.agreed = Agreed(**plan["agreed"])
         self._waiting = 0
+        self.lost_machine = None
         self._members = {f"{offer.address}/{offer.agent}": offer for offer in offers}
         gone = [offer.address for name, offer in before.items() if name not in self._members]
         come = [offer.address for name, offer in self._members.items() if before and name not in before]
@@ -445,8 +455,10 @@ class Meeting(RendezvousHandler):
         now = time.monotonic()
         if name not in beats or beats[name][0] != beat:
             beats[name] = beat, now
-        elif now - beats[name][1] > LOST_AFTER_S:
-            self._report(f"the machine {offer.address} has not answered for {now - beats[name][1]:.1f} s")
+        elif now - beats[name][1] > SILENT_AFTER_S:
+            text = f"the machine {offer.address} has not answered for {now - beats[name][1]:.1f} s"
+            self.lost_machine = self.lost_machine or text
+            self._report(text)
 
     def _look(self, store: Any, members: dict[str, Offer]) -> None:
         if store.check(["failure"]):
@@ -500,18 +512,17 @@ class Meeting(RendezvousHandler):
         reason = (str(cause).splitlines() or [""])[0][:120].rstrip(". ")
         return f"the machine of the endpoint {self._where.endpoint} is gone ({reason})"
 
-    def _raise_failure(self) -> None:
-        """Raise what another machine has said of its failure, if it has."""
+    def failure_elsewhere(self) -> WorkerError | None:
+        """Return what another machine has said of its failure, if it has."""
         try:
             if not self._within(lambda: self._root.check(["failure"]), _CLOSE_S):
-                return
+                return None
             word = json.loads(self._within(lambda: self._root.get("failure"), _CLOSE_S))
         except (HostLostError, RuntimeError, TimeoutError):
-            return
-        if word["where"] != self.address:
-            raise WorkerError(
-                f"the run has failed on {word['where']}: {word['text']}", exit_code=word["code"]
-            )
+            return None
+        if word["agent"] == self._name:
+            return None
+        return WorkerError(f"the run has failed on {word['where']}: {word['text']}", exit_code=word["code"])
 
 
 def meet(

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import multiprocessing
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "evenstep-"
@@ -70,6 +73,22 @@ def of_torchrun(run_id: str, agent_pid: int) -> Path:
     return path
 
 
+@contextlib.contextmanager
+def semaphores(path: Path) -> Iterator[None]:
+    """Name multiprocessing's semaphores after a launch's directory, inside a ``with`` block.
+
+    torch's agent makes some for its workers. They are files in shared memory, and stay there if this process
+    and multiprocessing's resource tracker are killed together; by their name they can be removed with the
+    directory.
+    """
+    config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    config["semprefix"] = f"/{path.name}"
+    try:
+        yield
+    finally:
+        config["semprefix"] = "/mp"  # its default; launches may overlap in any order
+
+
 def fallback(path: Path, run_dir: str | Path) -> Path:
     """Return where snapshots go that do not fit into the directory ``path`` in shared memory."""
     return Path(run_dir) / "snapshots" / path.name
@@ -92,6 +111,8 @@ def remove_leftovers() -> None:
     for path in SHARED_MEMORY.glob(PREFIX + "*"):
         try:
             if path.stat().st_uid == os.getuid() and _is_abandoned(path):
+                for semaphore in SHARED_MEMORY.glob(f"sem.{path.name}-*"):  # see semaphores()
+                    semaphore.unlink(missing_ok=True)
                 shutil.rmtree(path, ignore_errors=True)
         except OSError:  # removed by another one at the same time
             continue

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from evenstep import checkpoint
+from evenstep import checkpoint, log
 from evenstep.checkpoint import Checkpoint
 from evenstep.data.batch import Batch
 from evenstep.errors import CheckpointError, ConfigError, DivergedError
@@ -27,6 +27,7 @@ from evenstep.numerics import Numerics, autocast, device_name
 from evenstep.optim import Schedule, apply_schedule
 from evenstep.position import Progress
 from evenstep.recovery import doing
+from evenstep.resuming import newest_whole
 from evenstep.saving import Saved, Saver
 from evenstep.storable import plain_values
 from evenstep.world import World, current
@@ -104,6 +105,8 @@ class TrainState(Progress):
                 "BatchNorm layer to meet, and compiled code does not let them. Leave one of the two out."
             )
         self.world = world or current()
+        if self.world.recovery is not None:
+            self.world.recovery.making()
         super().__init__(torch.device(self.world.device))
         self.model = model.to(self.device)
         self.optimizer = optimizer
@@ -121,6 +124,7 @@ class TrainState(Progress):
         called: Any = torch.compile(self.model) if compile else self.model
         lanes = GlobalLanes if batchnorm == "global" else Lanes
         self.lanes = lanes(called, self.world, unused_parameters=unused_parameters)
+        log.moment("model wrapped")
         # After Lanes, because DDP has made rank 0's weights everybody's by then.
         self.ema: nn.Module | None = None
         self._averaged: AveragedModel | None = None
@@ -140,6 +144,7 @@ class TrainState(Progress):
         )
         self.resumed_from: Path | None = None
         self._take_up()
+        log.moment("state taken up")
 
     def _take_up(self) -> None:
         """Go on from a snapshot after a restart, or from the newest checkpoint, if there is one."""
@@ -150,11 +155,17 @@ class TrainState(Progress):
         elif recovery is not None and recovery.found_checkpoint is not None:
             self.restore(recovery.found_checkpoint)
         elif self.world.resume and self.world.run_dir is not None:
-            path = checkpoint.latest(self.world.run_dir)
+            path = newest_whole(self.world.run_dir, self.world)
             if path is not None:
-                self.restore(path)
+                self._take(checkpoint.load(path, verified=True), str(path))
+                self.resumed_from = path
         if recovery is not None:
             recovery.register(self)
+
+    def __del__(self) -> None:
+        recovery = getattr(getattr(self, "world", None), "recovery", None)
+        if recovery is not None:
+            recovery.dropped(self)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which the forward pass runs."""
@@ -173,7 +184,16 @@ class TrainState(Progress):
             self._committed.record()  # on a GPU, the copies of the state before the step come after it
 
     def commit(self, batch: Batch, loss: Tensor, count: float) -> tuple[float, float | None]:
-        """Turn the reduced gradient into the next state, see ``_commit``; nobody saves it meanwhile."""
+        """Turn the reduced gradient into the next state; nobody saves it meanwhile. Local.
+
+        Args:
+            batch: this step's batch.
+            loss: its mean loss.
+            count: what the gradient has to be divided by; 0 if it is a mean already.
+
+        Returns:
+            The learning rate of the first group in this step, and the gradient's norm if it is clipped.
+        """
         if self.world.recovery is None:
             return self._commit(batch, loss, count)
         now(self.world, Activity.COMMIT)
@@ -322,6 +342,9 @@ class TrainState(Progress):
 
     def restore(self, path: str | Path) -> None:
         """Take the state of a checkpoint. Every rank must call, with the same path.
+
+        Args:
+            path: the checkpoint's directory, ``RUN_DIR/checkpoints/step-00000390``.
 
         Raises:
             CheckpointError: it is missing, damaged, or of another model or optimizer.

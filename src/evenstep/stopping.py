@@ -72,7 +72,23 @@ class Signals:
         for number, handler in self._before.items():
             with contextlib.suppress(TypeError):  # it was not set from Python
                 signal.signal(number, handler)
+        if self._has_parent:
+            signal.signal(signal.SIGTERM, self._after_main)
         self._writer.close()  # the thread ends
+
+    def _after_main(self, number: int, _: object) -> None:
+        """End this process, whose main has ended before the others', and hand its state on if it has one."""
+        if os.getpid() != self._pid:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+
+        def end() -> None:
+            self._recovery.leave_if_possible()
+            end_process(128 + number)
+
+        # On a thread, because the main thread may be saving right now.
+        threading.Thread(target=end, daemon=True).start()
 
     def ask(self, number: int) -> None:
         """Do what a signal would do, from any thread: the launching process has passed it on."""

@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,8 @@ from evenstep.world import World
 
 _PR_SET_PDEATHSIG = 1
 _AGREED = "agreed.json"
+_LOOK_EVERY_S = 0.1
+_GONE_S = 30.0
 # What torch's agent sets for each worker; all else comes from the launching process's environment.
 _AGENT_VARIABLES = (
     "RANK",
@@ -141,10 +144,16 @@ def entry(job: Job) -> None:
         recovery = _recovery(Path(job.shared), place, job.setting)
         with _prepared(job.setting, place, line, store, recovery) as here:
             line.wait_for_go(job.setting.timeout_s)
+            log.moment("go")
             try:
                 value = _call(job, here)
                 recovery.done()
+                if job.machines is not None:
+                    _wait_for_all(job, place)
             except BaseException as error:
+                log.moment("main failed")
+                if place.num_nodes == 1 and failure.is_consequence(error):
+                    recovery.leave_with_others()
                 # Before the process group is destroyed: that may wait for a peer that never comes.
                 _save_for_restart(recovery, error)
                 if not failure.record(error, place.rank).secondary:
@@ -181,6 +190,21 @@ def _shared_store(job: Job, restart: int) -> Any:
     timeout = datetime.timedelta(seconds=job.setting.timeout_s)
     shared = TCPStore(where.host, where.port, is_master=False, timeout=timeout)
     return PrefixStore(f"evenstep/{where.run_id}/workers/{restart}", shared)
+
+
+def _wait_for_all(job: Job, place: world.Placement) -> None:
+    """Wait until main has returned on every rank of all machines.
+
+    Until then any of them may die. This process then hands its state on, and starts again with the others; if
+    its machine's agent had seen it end, the others would wait for that agent in vain.
+    """
+    with contextlib.suppress(RuntimeError):  # the machine of the endpoint is gone: the agent ends this one
+        store = _shared_store(job, place.restart)
+        store.add("ended", 1)
+        while store.add("ended", 0) < place.world_size:
+            time.sleep(_LOOK_EVERY_S)
+        return
+    time.sleep(_GONE_S)
 
 
 def run_here(main: Callable[..., Any], args: tuple[Any, ...], setting: Setting) -> Any:
@@ -314,6 +338,7 @@ def _prepared(
     )
     answering = stacks.answering(recovery.directory, place.rank, place.restart)
     with logs, world.entered(here), signals, answering:
+        log.moment("log open")
         if isinstance(channel, Line):
             channel.listen(on_stop=signals.ask, on_death=recovery.leave_if_possible)
         try:
@@ -321,6 +346,7 @@ def _prepared(
             allocator.keep_pages()
             devices.apply(setting.devices, place.local_rank, place.local_world_size)
             seeding.seed_all(setting.seed, deterministic=setting.mode == "exact")
+            log.moment("ready to meet")
             dist.init_process_group(
                 setting.backend,
                 store=store(),
@@ -329,10 +355,12 @@ def _prepared(
                 timeout=datetime.timedelta(seconds=setting.timeout_s),
             )
             logger.info("rank {} of {} runs, pid {}", place.rank, place.world_size, os.getpid())
+            log.moment("process group made")
             if place.num_nodes > 1 and not isinstance(channel, Line):
                 _check_threads(here)
             if place.restart > 0:
                 recovery.agree(here)
+                log.moment("agreed")
             yield here
         except Exception:
             logger.bind(file_only=True).exception("main failed")

@@ -27,6 +27,7 @@ from evenstep.manifest import (
     TRAINING,
     file_entry,
     read_manifest,
+    seal,
     temporary_name,
     verify,
     writer_of,
@@ -124,7 +125,7 @@ def write_files(run_dir: str | Path, content: Content) -> Path:
             safetensors.torch.save_file(content.tensors, temporary / MODEL, metadata)
             with open(temporary / TRAINING, "wb") as file:
                 torch.save(content.training, file)
-            manifest = {
+            manifest: dict[str, Any] = {
                 "format_version": FORMAT_VERSION,
                 "step": content.step,
                 "score": content.score,
@@ -132,6 +133,7 @@ def write_files(run_dir: str | Path, content: Content) -> Path:
                 "files": {name: file_entry(temporary / name) for name in (MODEL, TRAINING)},
                 "aliases": content.aliases,
             }
+            manifest["sha256"] = seal(manifest)
             (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
             for name in (MODEL, TRAINING, MANIFEST):
                 flush(temporary / name)
