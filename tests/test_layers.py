@@ -33,6 +33,7 @@ LAYERS = {
             "objects",
             "storable",
             "manifest",
+            "pooling",
             "models",
             "optim",
             "metrics",
