@@ -48,6 +48,7 @@ lint: $(BIN)/.dev
 
 types: $(BIN)/.dev
 	$(BIN)/mypy
+	cd src/evenstep/starter && $(abspath $(BIN))/mypy --strict --explicit-package-bases *.py
 
 check: lint types test
 

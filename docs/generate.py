@@ -47,7 +47,8 @@ def cli_page() -> str:
 
 def modules() -> set[str]:
     """Return the modules of the package, as paths in it."""
-    return {path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py")} - {"data/__init__.py"}
+    found = {path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py")}
+    return {name for name in found if name != "data/__init__.py" and not name.startswith("starter/")}
 
 
 def readme(text: str) -> str:

@@ -15,7 +15,9 @@ def name_of(path):
     return ".".join(parts)
 
 
-MODULES = {name_of(path): path for path in sorted(SOURCE.rglob("*.py"))}
+# The files of evenstep init are a project of its own, outside the package.
+PATHS = [path for path in sorted(SOURCE.rglob("*.py")) if path.parent.name != "starter"]
+MODULES = {name_of(path): path for path in PATHS}
 
 LAYERS = {
     "values": ["errors", "config", "schedulers", "world", "machines"],
@@ -91,6 +93,8 @@ LAYERS = {
         "options",
         "inspection",
         "pages",
+        "starting",
+        "completion",
         "cli",
         "verify.command",
         "bench.command",
@@ -119,6 +123,8 @@ NO_TORCH = [
     "watch",
     "track",
     "pages",
+    "starting",
+    "completion",
     "inspection",
     "verify.command",
     "bench.command",

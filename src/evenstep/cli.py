@@ -26,7 +26,8 @@ usage: evenstep COMMAND [FLAGS]
 Data-parallel PyTorch training that gives the same bits on any number of processes.
 
 commands:
-  train        train and evaluate a classifier (evenstep train --help)
+  init         begin a project of your own: model, data, loss, metrics (evenstep init DIR)
+  train        train and evaluate a model (evenstep train --help)
   eval         evaluate a checkpoint again (evenstep eval --help)
   config show  show every option, its value and where the value comes from
   doctor       say what would slow down or end a long run here, and the fix (evenstep doctor --help)
@@ -35,6 +36,7 @@ commands:
   bench        measure plain PyTorch, DataParallel, plain DDP and evenstep side by side on this machine
   report       write the report of a run again, or compare several (evenstep report RUN [RUN...])
   watch        follow a run in the browser (evenstep watch RUN)
+  completion   let the shell complete commands and flags (evenstep completion --help)
 
   --help       show this text
   --version    show the version
@@ -44,7 +46,10 @@ or bad; 5 diverged, or ranks hold different weights; 6 verify found a difference
 again with --resume; 128+N killed by signal N
 """
 
-COMMANDS = ("train", "eval", "config", "checkpoint", "doctor", "verify", "bench", "report", "watch")
+COMMANDS = (
+    *("init", "train", "eval", "config", "checkpoint", "doctor", "verify", "bench", "report", "watch"),
+    "completion",
+)
 
 
 Runner = Callable[..., int]
@@ -111,6 +116,14 @@ def _dispatch(words: list[str], run: Runner) -> int:
         from evenstep.bench import command as benchmark
 
         return benchmark.bench(rest)
+    if word == "init":
+        from evenstep import starting
+
+        return starting.run(rest)
+    if word == "completion":
+        from evenstep import completion
+
+        return completion.run(rest)
     if word in ("report", "watch"):
         from evenstep import pages
 

@@ -58,7 +58,7 @@ class BenchOptions:
             raise ConfigError(f"rounds is {self.rounds}; it must be 1 or more (--rounds 3).")
 
 
-_REFUSED = {
+REFUSED = {
     "resume": "each training begins anew",
     "run_dir": "no run is written; --output DIR takes the results",
     "smoke_test": "--steps 4 --drop-steps 1 --rounds 1 is the shortest comparison",
@@ -133,7 +133,7 @@ def parse(argv: Sequence[str]) -> tuple[BenchOptions, TrainConfig]:
     own_keys = {field.name for field in dataclasses.fields(BenchOptions)}
     keys = {**options._keys(options._TrainFlags), **options._keys(BenchOptions)}
     found = options.scan_flags(argv, keys, PROG)
-    for key, why in _REFUSED.items():
+    for key, why in REFUSED.items():
         if key in found:
             raise ConfigError(f"{PROG}: --{key.replace('_', '-')} has no meaning here: {why}. Leave it out.")
     own: list[str] = []

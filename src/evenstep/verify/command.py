@@ -57,7 +57,7 @@ class VerifyOptions:
 # Flags of train that verify does not pass on as they are.
 _OWN = frozenset({"nproc", "lanes", "steps", "main", "hash_seeds", "against", "tolerance"})
 _BOTH = frozenset({"json", "quiet"})
-_REFUSED = ("resume", "run_dir", "smoke_test")
+REFUSED = ("resume", "run_dir", "smoke_test")
 
 
 def verify(argv: Sequence[str]) -> int:
@@ -119,7 +119,7 @@ def parse(argv: Sequence[str]) -> tuple[VerifyOptions, TrainConfig, list[int], l
     train_keys = options._keys(options._TrainFlags)
     own_keys = options._keys(VerifyOptions)
     found = options.scan_flags(argv, {**train_keys, **own_keys}, PROG)
-    for key in _REFUSED:
+    for key in REFUSED:
         if key in found:
             raise ConfigError(
                 f"{PROG}: --{key.replace('_', '-')} has no meaning here: verify always begins at step 0, and "
