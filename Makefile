@@ -3,6 +3,7 @@
 #   make train ARGS="--nproc 2 --epochs 20"      any flags of evenstep train; they go before those below
 #   make test  ARGS="-k layers"                  any arguments of pytest
 #   make check                                   lint, types and tests: what must pass before a commit
+#   make site                                    the pages of docs/ and the reference as a site, in site/
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -15,7 +16,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --pr
 SOURCES := src tests examples docs
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint types check format docs wheel clean
+.PHONY: help train test lint types check format docs site wheel clean
 
 help:
 	@sed -n '/^#/!q;s/^# \{0,1\}//p' Makefile
@@ -60,8 +61,16 @@ format: $(BIN)/.dev
 docs: $(BIN)/.installed
 	$(BIN)/python docs/generate.py
 
+$(BIN)/.docs: $(BIN)/.installed
+	$(INSTALL) $(PIN) --group docs
+	@touch $@
+
+# A warning is an error, and so is a page that would load something from the network.
+site: $(BIN)/.docs
+	$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --quiet docs site
+
 wheel: $(BIN)/.dev
 	$(BIN)/python -m build --wheel
 
 clean:
-	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -14,7 +14,7 @@ from evenstep.bench import command as bench
 from evenstep.errors import CheckpointError
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^(?:<!-- (?P<mark>[^\n]*) -->\n)?```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.M | re.S)
 IDS = {"argvalues": PAGES, "ids": lambda page: page.name}
 
@@ -23,10 +23,15 @@ def blocks(page, *kinds):
     return [match for match in FENCE.finditer(page.read_text()) if match["kind"] in kinds]
 
 
+def lines_of(block):
+    """The command lines of a block, with those that go on after a backslash in one piece."""
+    return re.sub(r"\\\n\s*", "", block["text"]).splitlines()
+
+
 def command_lines():
     """Every ``evenstep ...`` of the pages, in blocks and in the text: (page, words)."""
     for page in PAGES:
-        lines = [line for block in blocks(page, "sh") for line in block["text"].splitlines()]
+        lines = [line for block in blocks(page, "sh") for line in lines_of(block)]
         text = FENCE.sub("", page.read_text())
         lines += [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text)]
         for line in lines:
@@ -37,12 +42,34 @@ def command_lines():
                 yield page.name, words[1:]
 
 
-@pytest.mark.parametrize("page", **IDS)
+def anchors(page):
+    """What a link may name in a page: its headings, as GitHub and the site write them."""
+    headings = re.findall(r"^#+ (.*?)$", FENCE.sub("", page.read_text()), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, *sorted((ROOT / "examples").rglob("*.md"))], ids=lambda page: page.name
+)
 def test_links_lead_somewhere(page):
     text = FENCE.sub("", page.read_text())
-    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
-    missing = [link for link in links if not (page.parent / link.partition("#")[0]).exists()]
+    missing = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if "://" not in link and (not target.exists() or (anchor and anchor not in anchors(target))):
+            missing.append(link)
     assert not missing
+
+
+def test_every_page_is_in_the_navigation_of_the_site():
+    text = (ROOT / "docs" / "index.md").read_text()
+    trees = re.findall(r"^```{toctree}\n(.*?)^```$", text, re.M | re.S)
+    shown = [line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")]
+    docs = ROOT / "docs"
+    there = {path.relative_to(docs).with_suffix("").as_posix() for path in docs.rglob("*.md")}
+    assert len(shown) == len(set(shown))
+    assert {*shown, "index"} == there, "put each page of docs into a toctree of docs/index.md"
 
 
 @pytest.mark.parametrize("page", **IDS)

@@ -120,7 +120,14 @@ class LaunchOptions:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> LaunchOptions:
-        """Return the options given as keyword arguments; ConfigError for one that does not exist."""
+        """Return the options given as keyword arguments.
+
+        Args:
+            values: the options by name.
+
+        Raises:
+            ConfigError: one does not exist, or cannot be.
+        """
         names = [field.name for field in dataclasses.fields(cls)]
         for name in values:
             if name not in names:
@@ -248,6 +255,9 @@ class Handle:
     def wait(self, timeout_s: float | None = None) -> Any:
         """Wait for the end; return rank 0's value or raise what :func:`launch` raises.
 
+        Args:
+            timeout_s: how long to wait, in seconds; None for as long as it takes.
+
         Raises:
             TimeoutError: the run has not ended after ``timeout_s`` seconds; it goes on.
         """
@@ -273,7 +283,11 @@ class Handle:
         self._thread.join()
 
     def send(self, obj: Any) -> None:
-        """Send an object to all workers; ``world.receive()`` gets it there."""
+        """Send an object to all workers; ``world.receive()`` gets it there.
+
+        Args:
+            obj: anything that pickle knows.
+        """
         self._run.server.send(obj)
 
     def _work(self) -> None:

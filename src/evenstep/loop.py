@@ -46,19 +46,52 @@ class Watcher(Protocol):
     def step(
         self, step: int, epoch: int, loss: Any, lr: float, images: int, grad_norm: float | None = None
     ) -> None:
-        """After each step."""
+        """After each step.
+
+        Args:
+            step: committed steps.
+            epoch: the epoch of the step, from 0.
+            loss: the mean loss over the global batch; a 0-dimensional tensor.
+            lr: the learning rate of the first group.
+            images: samples in the global batch.
+            grad_norm: the gradient's norm before clipping; None if it is not clipped.
+        """
 
     def evaluation(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
-        """After each evaluation."""
+        """After each evaluation.
+
+        Args:
+            step: committed steps.
+            epoch: finished epochs.
+            metrics: what ``evaluation`` returned.
+        """
 
     def times(self, step: int, epoch: int, times: Times) -> None:
-        """Before each evaluation is told: where the time of every rank went."""
+        """Before each evaluation is told: where the time of every rank went.
+
+        Args:
+            step: committed steps.
+            epoch: finished epochs.
+            times: seconds since the last start, by rank.
+        """
 
     def checkpoint(self, step: int, epoch: int, path: str | Path) -> None:
-        """After each checkpoint, once it is on the disk: training may be some steps ahead by then."""
+        """After each checkpoint, once it is on the disk: training may be some steps ahead by then.
+
+        Args:
+            step: the committed steps that it holds.
+            epoch: the finished epochs that it holds.
+            path: its directory.
+        """
 
     def epoch_end(self, step: int, epoch: int, groups: Sequence[Mapping[str, Any]]) -> None:
-        """After each epoch."""
+        """After each epoch.
+
+        Args:
+            step: committed steps.
+            epoch: the epoch that has ended, from 0.
+            groups: the optimizer's groups.
+        """
 
 
 @dataclass(frozen=True)
@@ -105,6 +138,9 @@ def fit(
         evaluation: returns the metrics of the state's model; every rank calls it.
         cadence: how often what happens.
         watcher: is told of every step, evaluation, checkpoint and epoch.
+
+    Returns:
+        The last evaluation and the speed.
 
     Raises:
         DivergedError, StoppedError: as ``train_step``.

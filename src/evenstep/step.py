@@ -49,6 +49,9 @@ def train_step(state: TrainState, batch: Batch, loss: Loss) -> StepResult:
         batch: this rank's part of the global batch, from ``Loader.batches``.
         loss: the loss function, see ``Loss``. On an empty lane it gets a stand-in and its value is dropped.
 
+    Returns:
+        The mean loss over the global batch and the learning rate, the same on every rank.
+
     Raises:
         MemoryExhaustedError: this rank's lane does not fit into memory. The launch ends the others.
         DivergedError: the loss is not finite. Raised on every rank, before the commit.

@@ -25,7 +25,14 @@ POINTS = (
 
 @dataclass(frozen=True)
 class KillAt:
-    """A fault for ``launch(main, fault=...)``; see :func:`kill_at`."""
+    """A fault for ``launch(main, fault=...)``; see :func:`kill_at`.
+
+    Attributes:
+        ranks: the ranks that it kills.
+        step: committed steps when it happens.
+        point: one of ``POINTS``.
+        restart: in which start of the workers it happens.
+    """
 
     ranks: tuple[int, ...]
     step: int
@@ -52,6 +59,9 @@ def kill_at(
             is not counted yet), ``in_save`` (a checkpoint is being written), ``in_recovery`` (the processes
             agree on what to take up; ``step`` does not matter).
         restart: in which start of the workers it happens; so that it happens once.
+
+    Raises:
+        ConfigError: there is no such point.
     """
     if point not in POINTS:
         raise ConfigError(

@@ -86,7 +86,11 @@ class ImageArrays:
         return _restored, (images, self.labels, self.classes, self.mean, self.std, self.fingerprint)
 
     def gather(self, indices: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return copies of some samples: uint8 images (n, H, W, C) and int64 labels (n,)."""
+        """Return copies of some samples: uint8 images (n, H, W, C) and int64 labels (n,).
+
+        Args:
+            indices: whole numbers (n,), from 0 to N - 1.
+        """
         rows = np.asarray(indices, dtype=np.int64)
         # np.asarray: a plain array, so that indexing skips the bookkeeping of np.memmap.
         return np.asarray(self.images)[rows], np.asarray(self.labels)[rows].astype(np.int64, copy=False)

@@ -82,6 +82,9 @@ def prepare(spec: str, *, data_dir: Directory, cache_dir: Directory | None, quie
         cache_dir: where decoded images are kept; None for ``cache.default_cache_dir()``.
         quiet: show no progress bar.
 
+    Returns:
+        What there is, for ``open_source`` in the workers.
+
     Raises:
         ConfigError: ``spec`` names nothing that there is.
         DataError: the data are damaged or cannot be downloaded.
@@ -115,6 +118,9 @@ def open_source(spec: str, *, data_dir: Directory, cache_dir: Directory | None) 
         spec: as for :func:`prepare`.
         data_dir: as for :func:`prepare`.
         cache_dir: as for :func:`prepare`.
+
+    Returns:
+        The two splits and the names of the classes.
 
     Raises:
         ConfigError: as :func:`prepare`; or ``module:callable`` does not return data sets.
