@@ -15,7 +15,7 @@ from evenstep.tree import cover, merges_after_lane
 from evenstep.world import World
 
 LANES = 8
-N = 840 * 400  # divisible by every world size, so no chunk is padded, and beyond the limit of the gather
+N = 840 * 640  # divisible by every world size, so no chunk is padded, and beyond the limit of the gather
 
 
 class Counter:

@@ -31,8 +31,8 @@ from evenstep.world import World
 
 # Sums smaller than this are gathered, larger ones go the two-phase way; the key is the world size. From this
 # size on two-phase had the lower median at every size measured, in the lower of two runs of
-# benchmarks/reduce.py: gloo over loopback, 2 cores with much other work on them. Bits do not depend on it.
-GATHER_BELOW_BYTES = {3: 1024 * 1024, 4: 512 * 1024, 8: 256 * 1024}
+# benchmarks/reduce.py: gloo over loopback, 2 cores. Bits do not depend on it.
+GATHER_BELOW_BYTES = {3: 2 * 1024 * 1024, 4: 2 * 1024 * 1024, 8: 512 * 1024}
 
 
 def gather_below_bytes(world_size: int) -> int:

@@ -9,9 +9,9 @@ So now and then every process makes one 64-bit number of each parameter and buff
 compared. The sums are over whole numbers, so their order does not matter, and every position has a factor of
 its own, so two values that changed places are noticed.
 
-Cost, measured on two processes of one CPU thread each (benchmarks/drift.py): one check takes 1.1% of the time
-of one step of net (157,578 parameters, 128 images), and 6% of that of a model of 10 million parameters that
-has little else to compute. So a check every 100 steps, the default, costs 0.01% and 0.06%.
+Cost, measured on two processes of one CPU thread each (benchmarks/drift.py): one check takes 1.0% of the time
+of one step of net (157,578 parameters, 128 images), and 5% of that of a model of 10 million parameters that
+has little else to compute. So a check every 100 steps, the default, costs 0.01% and 0.05%.
 """
 
 from __future__ import annotations
