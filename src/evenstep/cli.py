@@ -6,7 +6,6 @@ Nothing here imports torch before a command needs it: ``evenstep --help`` is the
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import os
 import sys
@@ -95,6 +94,8 @@ def _dispatch(words: list[str], run: Runner) -> int:
     if word in ("-h", "--help", "help"):
         return _say(HELP.rstrip())
     if word == "--version":
+        import importlib.metadata  # a third of all that would be imported here
+
         return _say(f"evenstep {importlib.metadata.version('evenstep')}")
     if word == "train":
         return train(rest, run)
