@@ -360,11 +360,59 @@ def test_an_error_in_the_dataset_names_the_sample(workers):
         ),
         (lambda: eval_chunks(arrays(0, 2), chunk_size=3, world=World()), DataError, "has no samples"),
         (lambda: eval_chunks(arrays(4, 2), chunk_size=0, world=World()), ConfigError, "chunk_size is 0"),
+        (
+            lambda: Loader(arrays(4, 2), 2, memory_format="NHWC"),
+            ConfigError,
+            "memory_format is 'NHWC'; choose channels_last or contiguous.*--memory-format",
+        ),
     ],
 )
 def test_messages(call, error, message):
     with pytest.raises(error, match=message.replace("(", r"\(").replace(")", r"\)")):
         call()
+
+
+class OwnImages(Dataset):
+    """Images as torchvision's ToTensor makes them: one tensor (C, H, W) after the other, in that order."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        image, label = self.data[index]
+        return {"image": image.contiguous(), "label": label}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_of_own_images_come_in_the_memory_format_that_is_asked_for(workers):
+    dataset = OwnImages(arrays(7))
+    found = {}
+    for wanted in (None, "channels_last", "contiguous"):
+        with Loader(dataset, 4, workers=workers, memory_format=wanted, world=World()) as loader:
+            batches = list(loader.batches(at(), epochs=1))
+        chunks = list(
+            eval_chunks(dataset, chunk_size=3, workers=workers, memory_format=wanted, world=World())
+        )
+        found[wanted] = [batch.lanes[0].data for batch in batches] + [data for *_, data in chunks]
+    for plain, last, contiguous in zip(*found.values(), strict=True):
+        assert plain["image"].is_contiguous()
+        assert contiguous["image"].is_contiguous()
+        assert last["image"].is_contiguous(memory_format=torch.channels_last)
+        assert not last["image"].is_contiguous()
+        for key in ("image", "label"):
+            assert torch.equal(plain[key], last[key])
+            assert torch.equal(plain[key], contiguous[key])
+
+
+def test_decoded_images_come_in_channels_last_unless_contiguous_is_asked_for():
+    for wanted, is_contiguous in ((None, False), ("channels_last", False), ("contiguous", True)):
+        (batch,) = Loader(arrays(4), 4, memory_format=wanted, world=World()).batches(at(), epochs=1)
+        images, labels = batch.lanes[0].data
+        assert images.is_contiguous() == is_contiguous
+        assert labels.is_contiguous()
 
 
 def test_workers_end_with_the_iteration():

@@ -48,7 +48,7 @@ def test_the_banner_says_uneven_lanes():
 
 
 def test_the_banner_gives_a_reason_for_each_automatic_choice():
-    facts = Facts(**{**vars(FACTS), "data_note": "cifar10 cannot be had"})
+    facts = Facts(**{**vars(FACTS), "data_note": "cifar10 cannot be had", "precision_note": "bf16 is faster"})
     text = "\n".join(banner(from_flat({}), world(), facts))
     for expected in (
         f"nproc 2: no GPU, {num_cores()} CPU core",
@@ -56,6 +56,7 @@ def test_the_banner_gives_a_reason_for_each_automatic_choice():
         f"threads 1: {num_cores()} core",
         "device cpu: no GPU found (--device)",
         "data cifar10: cifar10 cannot be had",
+        "precision fp32: bf16 is faster",
         "lr 0.05: the default of sgd (--lr)",
     ):
         assert expected in text

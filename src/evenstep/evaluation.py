@@ -57,7 +57,8 @@ def evaluate(
             size is.
         context: what the forward pass runs in, such as ``state.autocast``.
         world: the world; by default the current one.
-        **loading: passed to ``eval_chunks``: ``workers``, ``normalize``, ``collate_fn``.
+        **loading: passed to ``eval_chunks``: ``workers``, ``normalize``, ``collate_fn``,
+            ``memory_format``.
 
     Returns:
         One mean a name, and ``samples``: how many samples were evaluated. The same on every rank.

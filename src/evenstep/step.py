@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from evenstep import memory
-from evenstep.data.batch import Batch, LaneBatch
+from evenstep.data.batch import Batch, LaneBatch, map_tensors
 from evenstep.errors import DivergedError, StoppedError
 from evenstep.passes import Totals
 from evenstep.state import TrainState
@@ -94,15 +94,7 @@ def train_step(state: TrainState, batch: Batch, loss: Loss) -> StepResult:
 
 def to_device(data: Any, device: torch.device) -> Any:
     """Return ``data`` with every tensor in it on ``device``: tuples, lists and mappings are looked into."""
-    if isinstance(data, Tensor):
-        return data if data.device == device else data.to(device, non_blocking=True)
-    if isinstance(data, Mapping):
-        return {key: to_device(value, device) for key, value in data.items()}
-    if isinstance(data, tuple) and hasattr(data, "_fields"):  # a namedtuple
-        return type(data)(*(to_device(value, device) for value in data))
-    if isinstance(data, (list, tuple)):
-        return type(data)(to_device(value, device) for value in data)
-    return data
+    return map_tensors(data, lambda x: x if x.device == device else x.to(device, non_blocking=True))
 
 
 def _raise_diverged(state: TrainState, batch: Batch, mean: Tensor, own: dict[int, Tensor]) -> NoReturn:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+MemoryFormat = Literal["channels_last", "contiguous"]
 
 
 @dataclass(frozen=True)
@@ -44,3 +50,27 @@ class Batch:
     size: int
     last_in_epoch: bool
     lanes: tuple[LaneBatch, ...]
+
+
+def map_tensors(data: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return ``data`` with every tensor in it changed: tuples, lists and mappings are looked into."""
+    if isinstance(data, Tensor):
+        return change(data)
+    if isinstance(data, Mapping):
+        return {key: map_tensors(value, change) for key, value in data.items()}
+    if isinstance(data, tuple) and hasattr(data, "_fields"):  # a namedtuple
+        return type(data)(*(map_tensors(value, change) for value in data))
+    if isinstance(data, (list, tuple)):
+        return type(data)(map_tensors(value, change) for value in data)
+    return data
+
+
+def laid_out(data: Any, memory_format: MemoryFormat | None) -> Any:
+    """Return ``data`` with all tensors of four dimensions in a memory format; None leaves them as they are.
+
+    The values are the same, but a convolution may add them in another order, so bits depend on it.
+    """
+    if memory_format is None:
+        return data
+    wanted = torch.channels_last if memory_format == "channels_last" else torch.contiguous_format
+    return map_tensors(data, lambda x: x.contiguous(memory_format=wanted) if x.dim() == 4 else x)

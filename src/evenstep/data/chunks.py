@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+from evenstep.data.batch import MemoryFormat
 from evenstep.data.cache import ImageArrays
 from evenstep.data.dataset import check_image_options, checked_size, reading_of
 from evenstep.data.fetch import (
@@ -31,6 +32,7 @@ def eval_chunks(
     workers: int = 0,
     normalize: Normalize | None = None,
     collate_fn: Collate | None = None,
+    memory_format: MemoryFormat | None = None,
 ) -> Iterator[tuple[int, int, Any]]:
     """Yield this process's chunks of a dataset as (chunk, size, data), in order, each sample once.
 
@@ -46,6 +48,7 @@ def eval_chunks(
         workers: DataLoader worker processes of this process.
         normalize: (mean, std), for ImageArrays only.
         collate_fn: as for :class:`Loader`.
+        memory_format: as for :class:`Loader`.
 
     Raises:
         ConfigError: an argument cannot be, or does not fit this kind of dataset.
@@ -53,7 +56,7 @@ def eval_chunks(
     """
     if chunk_size < 1:
         raise ConfigError(f"chunk_size is {chunk_size}; a chunk needs at least 1 sample.")
-    reading = reading_of(dataset, world, world.seed, workers, collate_fn)
+    reading = reading_of(dataset, world, world.seed, workers, collate_fn, memory_format)
     size = checked_size(dataset)
     check_image_options(dataset, augment=None, normalize=normalize)
     if size is None:
@@ -75,7 +78,7 @@ def _sized_chunks(
             yield part.number, part.size, data[0]
         return
     for part, request in zip(chunks, requests, strict=True):
-        data = read_arrays(dataset, request, seed=reading.seed, options=None, normalize=normalize)
+        data = read_arrays(dataset, request, reading, options=None, normalize=normalize)
         yield part.number, part.size, data[0]
 
 

@@ -8,8 +8,9 @@ import numpy as np
 from torch.utils.data import IterableDataset, default_collate
 
 from evenstep.data.augment import Augment
+from evenstep.data.batch import MemoryFormat
 from evenstep.data.cache import ImageArrays
-from evenstep.data.fetch import Collate, Normalize, Reading
+from evenstep.data.fetch import Collate, Laid, Normalize, Reading
 from evenstep.errors import ConfigError, DataError
 from evenstep.world import World
 
@@ -27,11 +28,18 @@ def num_samples(dataset: Any) -> int | None:
     )
 
 
-def reading_of(dataset: Any, world: World, seed: int, workers: int, collate_fn: Collate | None) -> Reading:
+def reading_of(
+    dataset: Any,
+    world: World,
+    seed: int,
+    workers: int,
+    collate_fn: Collate | None,
+    memory_format: MemoryFormat | None,
+) -> Reading:
     """Return how a dataset is read.
 
     Raises:
-        ConfigError: the workers do not go with it.
+        ConfigError: the workers do not go with it, or there is no such memory format.
     """
     if workers < 0:
         raise ConfigError(f"workers is {workers}; it must be 0 or more, for example --workers 2.")
@@ -41,7 +49,15 @@ def reading_of(dataset: Any, world: World, seed: int, workers: int, collate_fn: 
             "order, and two workers would each read all of it. Use --workers 1, or give the dataset __len__ "
             "and __getitem__."
         )
-    return Reading(seed, workers, world.device, collate_fn or default_collate)
+    if memory_format not in ("channels_last", "contiguous", None):
+        raise ConfigError(
+            f"memory_format is {memory_format!r}; choose channels_last or contiguous, or leave it out to "
+            "take batches as they come (--memory-format auto)."
+        )
+    collate = collate_fn or default_collate
+    if memory_format is not None:
+        collate = Laid(collate, memory_format)
+    return Reading(seed, workers, world.device, collate, memory_format)
 
 
 def checked_size(dataset: Any) -> int | None:

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from evenstep import seeding
 from evenstep.data.augment import Augment, augment, to_tensor
+from evenstep.data.batch import MemoryFormat, laid_out
 from evenstep.data.cache import ImageArrays
 from evenstep.errors import ConfigError, DataError
 
@@ -91,22 +92,41 @@ class Reading:
         workers: DataLoader worker processes of this process.
         device: the device of this process; batches for cuda are put into pinned memory.
         collate: makes one value of a list of items.
+        memory_format: that of batches of images; None: as they come.
     """
 
     seed: int
     workers: int = 0
     device: str = "cpu"
     collate: Collate = default_collate
+    memory_format: MemoryFormat | None = None
+
+
+@dataclass(frozen=True)
+class Laid:
+    """A collate function whose tensors are in a memory format."""
+
+    collate: Collate
+    memory_format: MemoryFormat
+
+    def __call__(self, items: list[Any]) -> Any:
+        """Return the collated items."""
+        return laid_out(self.collate(items), self.memory_format)
 
 
 def read_arrays(
-    arrays: ImageArrays, request: Request, *, seed: int, options: Augment | None, normalize: Normalize | None
+    arrays: ImageArrays,
+    request: Request,
+    reading: Reading,
+    *,
+    options: Augment | None,
+    normalize: Normalize | None,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return (float32 images (n, C, H, W), int64 labels (n,)) for each part, read with one gather."""
     indices = np.array([index for part in request.parts for index in part.indices], dtype=np.int64)
     images, labels = arrays.gather(indices)
     if options is not None:
-        images = augment(images, indices, seed=seed, epoch=request.epoch, options=options)
+        images = augment(images, indices, seed=reading.seed, epoch=request.epoch, options=options)
     floats, targets = to_tensor(images, *(normalize or ())), torch.from_numpy(labels)
     ends = list(itertools.accumulate(len(part.indices) for part in request.parts))
     pieces = [(floats[a:b], targets[a:b]) for a, b in itertools.pairwise([0, *ends])]
@@ -114,7 +134,7 @@ def read_arrays(
         # A kernel may sum in another order when its input does not start at a multiple of 64 bytes. Where
         # a lane starts in this tensor depends on the world size, and the bits must not.
         pieces = [(piece.clone(), target) for piece, target in pieces]
-    return pieces
+    return [(laid_out(piece, reading.memory_format), target) for piece, target in pieces]
 
 
 def read_items(dataset: Any, requests: Iterable[Request], reading: Reading) -> Iterator[list[Any]]:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from evenstep import seeding
 from evenstep.config import check_batch_size
 from evenstep.data.augment import Augment
-from evenstep.data.batch import Batch, LaneBatch
+from evenstep.data.batch import Batch, LaneBatch, MemoryFormat
 from evenstep.data.cache import ImageArrays
 from evenstep.data.dataset import check_image_options, checked_size, reading_of
 from evenstep.data.fetch import (
@@ -83,6 +83,9 @@ class Loader:
         augment: random crops and flips; for ImageArrays only.
         normalize: (mean, std), each with one number per channel, in 0..1; for ImageArrays only.
         collate_fn: makes the data of a lane from the list of its items; by default torch's.
+        memory_format: ``channels_last`` or ``contiguous``, for tensors (n, C, H, W); by default as they come:
+            ImageArrays in channels_last, others as the dataset makes them. Convolutions and pooling on a CPU
+            are much faster in channels_last; bits depend on it.
         world: by default the current one.
 
     Raises:
@@ -109,13 +112,14 @@ class Loader:
         augment: Augment | None = None,
         normalize: Normalize | None = None,
         collate_fn: Collate | None = None,
+        memory_format: MemoryFormat | None = None,
         world: World | None = None,
     ) -> None:
         self.world = world or current()
         self.dataset, self.batch_size, self.shuffle = dataset, batch_size, shuffle
         self.seed = self.world.seed if seed is None else seed
         self.augment, self.normalize = augment, normalize
-        self.reading = reading_of(dataset, self.world, self.seed, workers, collate_fn)
+        self.reading = reading_of(dataset, self.world, self.seed, workers, collate_fn, memory_format)
         self._open: weakref.WeakSet[Any] = weakref.WeakSet()
         check_batch_size(batch_size, self.world.lanes)
         self.num_samples = checked_size(dataset)
@@ -214,7 +218,7 @@ class Loader:
         if not isinstance(self.dataset, ImageArrays):
             return read_items(self.dataset, requests, self.reading)
         return (
-            read_arrays(self.dataset, request, seed=self.seed, options=self.augment, normalize=self.normalize)
+            read_arrays(self.dataset, request, self.reading, options=self.augment, normalize=self.normalize)
             for request in requests
         )
 
