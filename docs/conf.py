@@ -4,9 +4,11 @@ The reference comes from the docstrings. Links to files beside docs (examples, b
 The finished site is searched for anything that a browser would load from the network.
 """
 
+import dataclasses
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 from sphinx.application import Sphinx
 from sphinx.errors import SphinxError
@@ -86,7 +88,26 @@ def offer(app: Sphinx, page: str, source: list[str]) -> None:
     )
 
 
+def shorten(app: Sphinx, what: str, name: str, value: Any, *_: Any) -> tuple[str, None] | None:
+    """Leave out the signature of a class with many fields: they are listed below it, each with its text."""
+    is_long = what == "class" and dataclasses.is_dataclass(value) and len(dataclasses.fields(value)) > 8
+    return ("", None) if is_long else None
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
+    texts: dict[str, list[str]] = {}
+
+    def keep(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+        if what in ("attribute", "data", "property"):
+            texts[name] = list(lines)
+
+    def put_back(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+        lines[:] = texts.pop(name, lines)
+
+    # Napoleon, in between, takes what stands before a colon for the type of an attribute.
+    app.connect("autodoc-process-docstring", keep, priority=400)
+    app.connect("autodoc-process-docstring", put_back, priority=600)
+    app.connect("autodoc-process-signature", shorten)
     app.connect("source-read", offer)
     app.connect("build-finished", check)

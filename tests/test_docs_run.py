@@ -142,7 +142,7 @@ def plain(text):
 def lacking(expected, printed):
     """The first part of ``expected``, between two ``...``, that ``printed`` does not have in this order."""
     rest = plain(printed)
-    for part in re.split(r"\s*\.\.\.\s*", plain(expected)):
+    for part in filter(None, re.split(r"\s*\.\.\.\s*", plain(expected))):
         _, found, rest = rest.partition(part)
         if not found:
             return part
