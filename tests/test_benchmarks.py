@@ -89,6 +89,10 @@ def test_targets_are_taken_against_the_best_peer_of_each_measure(bench):
     }
     launch = next(t for t in summary.targets(rows, nproc=4) if t["measure"] == "launch_to_first_step_s")
     assert (launch["wanted"], launch["met"]) == (0.45, False)
+    training = [t for t in summary.targets(rows, augment=True) if t["against"] == "fabric"]
+    assert [(t["row"], t["wanted"]) for t in training if t["measure"] == "steady_images_per_s"] == [
+        ("evenstep", 1.5)
+    ]
 
 
 def test_the_page_has_a_row_for_each_peer_and_names_failures(bench):

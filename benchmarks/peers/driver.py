@@ -144,7 +144,7 @@ def main(argv=None):
         "summary": summary.summarise(records),
         "records": records,
     }
-    report["targets"] = summary.targets(report["summary"], args.nproc)
+    report["targets"] = summary.targets(report["summary"], args.nproc, augment=args.augment)
     args.results.mkdir(parents=True, exist_ok=True)
     kind = "quick_" if args.quick else ""
     path = args.results / f"peers_{kind}{report['date'].replace(':', '')}"

@@ -9,7 +9,7 @@ import evenstep
 def main(world, args):
     """Train and evaluate on one process."""
     if args.own_dataset:
-        (train, test), loading = datasets(args), {}
+        (train, test), loading = datasets(args), {"memory_format": "channels_last"}
     else:
         train = evenstep.ImageArrays(*arrays(args.data, "train"))
         test = evenstep.ImageArrays(*(part[: args.eval] for part in arrays(args.data, "test")))
