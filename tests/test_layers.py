@@ -20,8 +20,18 @@ PATHS = [path for path in sorted(SOURCE.rglob("*.py")) if path.parent.name != "s
 MODULES = {name_of(path): path for path in PATHS}
 
 LAYERS = {
-    "values": ["errors", "config", "schedulers", "world", "machines"],
-    "ground": ["files", "sharedmem", "heartbeat", "hugepages", "allocator", "seeding", "log", "guests", "devices"],
+    "values": ["errors", "recipes", "config", "schedulers", "world", "machines"],
+    "ground": [
+        "files",
+        "sharedmem",
+        "heartbeat",
+        "hugepages",
+        "allocator",
+        "seeding",
+        "log",
+        "guests",
+        "devices",
+    ],
     "sums": ["tree", "collectives"],
     "parts": [
         *(
@@ -35,8 +45,10 @@ LAYERS = {
             "objects",
             "storable",
             "manifest",
+            "whitenet",
             "pooling",
             "models",
+            "muon",
             "optim",
             "metrics",
             "writing",
@@ -54,6 +66,7 @@ LAYERS = {
         "numerics",
         "position",
         "state",
+        "views",
         "memory",
         "step",
         "evaluation",

@@ -50,9 +50,10 @@ def test_it_computes_what_its_description_says():
     def norm(x, layer):
         shape = (-1, 1, 1)
         x = (x - layer.running_mean.view(shape)) / (layer.running_var.view(shape) + layer.eps).sqrt()
-        return (x * layer.weight.view(shape) + layer.bias.view(shape)).clamp(min=0)
+        return nn.functional.gelu(x * layer.weight.view(shape) + layer.bias.view(shape))
 
-    hidden = nn.functional.conv2d(images, model.whiten.weight, model.whiten.bias).clamp(min=0)
+    hidden = nn.functional.conv2d(images, model.whiten.weight, model.whiten.bias)
+    hidden = nn.functional.gelu(hidden)
     assert hidden.shape == (2, 24, 31, 31)
     for block in model.blocks:
         hidden = nn.functional.conv2d(hidden, block.conv1.weight, padding=1)
