@@ -39,6 +39,20 @@ class Augment:
             )
 
 
+@dataclass(frozen=True, eq=False)
+class Places:
+    """What is done to each of n images.
+
+    Attributes:
+        tops, lefts: int64 (n,): where the window begins in the padded image, in pixels.
+        flips: bool (n,): whether it is mirrored left to right.
+    """
+
+    tops: np.ndarray
+    lefts: np.ndarray
+    flips: np.ndarray
+
+
 def augment(images: np.ndarray, ids: np.ndarray, *, seed: int, epoch: int, options: Augment) -> np.ndarray:
     """Return randomly cropped and flipped images.
 
@@ -55,38 +69,53 @@ def augment(images: np.ndarray, ids: np.ndarray, *, seed: int, epoch: int, optio
     Returns:
         uint8 (n, H, W, C), a new array.
     """
-    from evenstep.seeding import STREAM_AUGMENT, mix_array
-
     _, height, width, _ = images.shape
-    hashes = mix_array(seed, STREAM_AUGMENT, epoch, np.asarray(ids))
-    padding = options.crop_padding
-    places = 2 * padding + 1
-    # Three independent fields of one hash: 21 bits each, so the bias of the remainder is below 1e-5.
-    tops = ((hashes & np.uint64(0x1FFFFF)) % np.uint64(places)).astype(np.intp)
-    lefts = (((hashes >> np.uint64(21)) & np.uint64(0x1FFFFF)) % np.uint64(places)).astype(np.intp)
-    if options.flip == "alternate":
-        first = mix_array(seed, STREAM_AUGMENT, np.asarray(ids)) >> np.uint64(62)
-        flips = (first + np.uint64(epoch)) % np.uint64(2) == 1
-    else:
-        flips = (hashes >> np.uint64(62)).astype(bool) & (options.flip == "random")
-    padded = _padded(images, padding, options.crop_border)
+    found = places(ids, seed=seed, epoch=epoch, options=options)
+    padded = _padded(images, options.crop_padding, options.crop_border)
     result = np.empty_like(images, order="C", subok=False)
     # Slices of whole rows: faster than one fancy index over all pixels, which walks them one by one.
-    for i, (top, left, flip) in enumerate(zip(tops.tolist(), lefts.tolist(), flips.tolist(), strict=True)):
+    columns = zip(found.tops.tolist(), found.lefts.tolist(), found.flips.tolist(), strict=True)
+    for i, (top, left, flip) in enumerate(columns):
         window = padded[i, top : top + height, left : left + width]
         result[i] = window[:, ::-1] if flip else window
     return result
 
 
-def _padded(images: np.ndarray, padding: int, border: str) -> np.ndarray:
-    """Return images, uint8 (n, H, W, C), with ``padding`` pixels more on each side."""
-    n, height, width, channels = images.shape
+def places(ids: np.ndarray, *, seed: int, epoch: int, options: Augment) -> Places:
+    """Return what :func:`augment` does to the images with these indices; the arguments are its own."""
+    from evenstep.seeding import STREAM_AUGMENT, mix_array
+
+    hashes = mix_array(seed, STREAM_AUGMENT, epoch, np.asarray(ids))
+    num = 2 * options.crop_padding + 1
+    # Three independent fields of one hash: 21 bits each, so the bias of the remainder is below 1e-5.
+    tops = ((hashes & np.uint64(0x1FFFFF)) % np.uint64(num)).astype(np.int64)
+    lefts = (((hashes >> np.uint64(21)) & np.uint64(0x1FFFFF)) % np.uint64(num)).astype(np.int64)
+    if options.flip == "alternate":
+        first = mix_array(seed, STREAM_AUGMENT, np.asarray(ids)) >> np.uint64(62)
+        flips = (first + np.uint64(epoch)) % np.uint64(2) == 1
+    else:
+        flips = (hashes >> np.uint64(62)).astype(bool) & (options.flip == "random")
+    return Places(tops, lefts, flips)
+
+
+def check_border(height: int, width: int, padding: int, border: str) -> None:
+    """Check that images are large enough to be mirrored at their edges.
+
+    Raises:
+        ConfigError: they are not.
+    """
     if border == "reflect" and padding >= min(height, width):
         raise ConfigError(
             f"crop_padding is {padding} for images of {height}x{width} pixels, which have no more than "
             f"{min(height, width) - 1} to mirror at an edge. Use a smaller --crop-padding, or "
             "--crop-border zeros."
         )
+
+
+def _padded(images: np.ndarray, padding: int, border: str) -> np.ndarray:
+    """Return images, uint8 (n, H, W, C), with ``padding`` pixels more on each side."""
+    n, height, width, channels = images.shape
+    check_border(height, width, padding, border)
     if border == "reflect":
         return np.pad(images, ((0, 0), (padding, padding), (padding, padding), (0, 0)), mode="reflect")
     padded = np.zeros((n, height + 2 * padding, width + 2 * padding, channels), dtype=np.uint8)

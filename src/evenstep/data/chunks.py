@@ -20,6 +20,7 @@ from evenstep.data.fetch import (
     read_items,
     read_stream,
 )
+from evenstep.data.resident import resident
 from evenstep.errors import ConfigError
 from evenstep.world import World, share
 
@@ -77,8 +78,9 @@ def _sized_chunks(
         for part, data in zip(chunks, read_items(dataset, requests, reading), strict=True):
             yield part.number, part.size, data[0]
         return
+    on_gpu = resident(dataset, reading.device)
     for part, request in zip(chunks, requests, strict=True):
-        data = read_arrays(dataset, request, reading, options=None, normalize=normalize)
+        data = read_arrays(dataset, request, reading, options=None, normalize=normalize, on_gpu=on_gpu)
         yield part.number, part.size, data[0]
 
 

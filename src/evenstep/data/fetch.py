@@ -28,6 +28,7 @@ from evenstep import seeding
 from evenstep.data.augment import Augment, augment, to_tensor
 from evenstep.data.batch import MemoryFormat, laid_out
 from evenstep.data.cache import ImageArrays
+from evenstep.data.resident import Resident, gather, to_floats
 from evenstep.errors import ConfigError, DataError
 
 _LINGER_S = 10.0
@@ -121,16 +122,25 @@ def read_arrays(
     *,
     options: Augment | None,
     normalize: Normalize | None,
+    on_gpu: Resident | None = None,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return (float32 images (n, C, H, W), int64 labels (n,)) for each part, read with one gather."""
+    """Return (float32 images (n, C, H, W), int64 labels (n,)) for each part, read with one gather.
+
+    With ``on_gpu`` they are gathered there, and come with the same bits.
+    """
     indices = np.array([index for part in request.parts for index in part.indices], dtype=np.int64)
-    images, labels = arrays.gather(indices)
-    if options is not None:
-        images = augment(images, indices, seed=reading.seed, epoch=request.epoch, options=options)
-    floats, targets = to_tensor(images, *(normalize or ())), torch.from_numpy(labels)
+    mean, std = normalize or (None, None)
+    if on_gpu is not None:
+        pixels, targets = gather(on_gpu, indices, seed=reading.seed, epoch=request.epoch, options=options)
+        floats = to_floats(pixels, mean, std)
+    else:
+        images, labels = arrays.gather(indices)
+        if options is not None:
+            images = augment(images, indices, seed=reading.seed, epoch=request.epoch, options=options)
+        floats, targets = to_tensor(images, mean, std), torch.from_numpy(labels)
     ends = list(itertools.accumulate(len(part.indices) for part in request.parts))
     pieces = [(floats[a:b], targets[a:b]) for a, b in itertools.pairwise([0, *ends])]
-    if len(pieces) > 1 and images[0].size * 4 % 64:
+    if len(pieces) > 1 and floats[0].numel() * 4 % 64:
         # A kernel may sum in another order when its input does not start at a multiple of 64 bytes. Where
         # a lane starts in this tensor depends on the world size, and the bits must not.
         pieces = [(piece.clone(), target) for piece, target in pieces]

@@ -29,6 +29,7 @@ from evenstep.data.fetch import (
     read_items,
     read_stream,
 )
+from evenstep.data.resident import resident
 from evenstep.data.shards import ShardedStream, has_shards, sharded_epoch
 from evenstep.errors import ConfigError
 from evenstep.heartbeat import Activity, now
@@ -217,8 +218,16 @@ class Loader:
     def _answers(self, requests: Iterator[Request]) -> Any:
         if not isinstance(self.dataset, ImageArrays):
             return read_items(self.dataset, requests, self.reading)
+        on_gpu = resident(self.dataset, self.world.device)
         return (
-            read_arrays(self.dataset, request, self.reading, options=self.augment, normalize=self.normalize)
+            read_arrays(
+                self.dataset,
+                request,
+                self.reading,
+                options=self.augment,
+                normalize=self.normalize,
+                on_gpu=on_gpu,
+            )
             for request in requests
         )
 
