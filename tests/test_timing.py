@@ -23,6 +23,17 @@ def test_data_and_steps_are_counted_apart(clock):
             pass
     times = stopwatch.everybody(World(), 0.25)
     assert (times.steps, times.data_s, times.step_s, times.wait_s) == (2, [2.0], [2.0], [0.5])
+    assert times.first_s == [1.0]
+
+
+def test_a_long_first_step_is_told_of():
+    def line(first_s, steps=100):
+        return timing.slowest(timing.Times(steps, [0.0, 0.0], [50.0, 50.0], [None, None], [1.5, first_s]))
+
+    assert line(12.5) == "the first step took 12.5 s, 25 % of the time (--compile compiles in it)"
+    assert line(0.2) == "the first step took 1.5 s, 3 % of the time (--compile compiles in it)"
+    assert line(12.5, steps=1) is None
+    assert timing.slowest(timing.Times(9, [0.0], [5.0], [None], [0.9])) is None
 
 
 def test_waiting_is_never_more_than_the_steps_and_may_be_unknown(clock):

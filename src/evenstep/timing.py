@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from evenstep.world import World
 
 T = TypeVar("T")
 _MATTERS = 0.05
+_LONG_FIRST_STEP_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -27,16 +28,18 @@ class Times:
             the device does late counts where the host next waits for it.
         wait_s: for each rank, seconds of ``step_s`` in which backward was done and the sums of the other
             ranks were not; estimated from the steps that torch DDP samples. None where it is not known.
+        first_s: for each rank, seconds of ``step_s`` in the first step, in which ``--compile`` compiles.
     """
 
     steps: int
     data_s: list[float]
     step_s: list[float]
     wait_s: list[float | None]
+    first_s: list[float] = field(default_factory=list)
 
 
 def slowest(times: Times) -> str | None:
-    """Return in a line which rank the others waited for, and how long the data took; None if neither matters.
+    """Return in a line whom others waited for, and how long data and first step took; None if it was little.
 
     Sending the sums takes time as well. That is what the slowest rank waits, too, so it does not count.
 
@@ -58,6 +61,12 @@ def slowest(times: Times) -> str | None:
     data = sum(times.data_s) / total_s
     if parts or data >= _MATTERS:
         parts.append(f"waiting for data took {data:.0%} of the time")
+    first_s = max(times.first_s, default=0.0)
+    if first_s >= _LONG_FIRST_STEP_S and times.steps > 1:
+        share = first_s * len(times.step_s) / total_s
+        parts.append(
+            f"the first step took {first_s:.1f} s, {share:.0%} of the time (--compile compiles in it)"
+        )
     return "; ".join(parts).replace("%", " %") or None
 
 
@@ -68,6 +77,7 @@ class Stopwatch:
         self.steps = 0
         self.data_s = 0.0
         self.step_s = 0.0
+        self.first_s = 0.0
 
     def reading(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield ``batches``; the time until each is there counts as time for data."""
@@ -86,7 +96,10 @@ class Stopwatch:
         """Count the time of this block as one step."""
         begun = time.perf_counter()
         yield
-        self.step_s += time.perf_counter() - begun
+        seconds = time.perf_counter() - begun
+        if not self.steps:
+            self.first_s = seconds
+        self.step_s += seconds
         self.steps += 1
 
     def everybody(self, world: World, wait_per_step_s: float | None) -> Times:
@@ -97,9 +110,9 @@ class Stopwatch:
             wait_per_step_s: what this rank waits for the others in a step, from ``Lanes.wait_per_step_s``.
         """
         wait_s = None if wait_per_step_s is None else min(wait_per_step_s * self.steps, self.step_s)
-        own = (self.data_s, self.step_s, wait_s)
+        own = (self.data_s, self.step_s, wait_s, self.first_s)
         ranks: list[Any] = [own]
         if world.world_size > 1:
             ranks = [None] * world.world_size
             dist.all_gather_object(ranks, own)
-        return Times(self.steps, *([rank[part] for rank in ranks] for part in range(3)))
+        return Times(self.steps, *([rank[part] for rank in ranks] for part in range(4)))
