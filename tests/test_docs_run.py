@@ -117,6 +117,8 @@ def merged(lines):
 def run(line, code=0):
     """Run a command line in the current directory and return all that it prints."""
     words = shlex.split(line, comments=True)
+    if words[:2] == ["evenstep", "watch"]:
+        return ""  # it goes on until Ctrl-C; test_watch.py runs it
     if words[0] == "evenstep" and not re.search(r"[|<>&;]", line):
         rest = words_of(short(words[1], flags_of(words[2:])))
         stream = io.StringIO()

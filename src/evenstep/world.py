@@ -164,7 +164,12 @@ class World:
         return share(rank, self.world_size, self.lanes)
 
     def at(self, point: str, step: int) -> None:
-        """Let a fault strike at a named point of a step; does nothing but in tests."""
+        """Let a fault strike at a named point of a step; does nothing but in tests.
+
+        Args:
+            point: one of ``evenstep.testing.POINTS``.
+            step: committed steps.
+        """
         if self.fault is not None:
             self.fault(point, step)
 
