@@ -43,17 +43,28 @@ def saved(tmp_path):
     return sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
 
 
-@pytest.mark.parametrize(
-    ("number", "to_group", "code"),
-    [(signal.SIGTERM, False, 75), (signal.SIGINT, False, 130), (signal.SIGINT, True, 130)],
-    ids=["kill", "kill -INT", "Ctrl-C"],
-)
-def test_a_wish_to_stop_comes_once_and_is_followed(command, tmp_path, number, to_group, code):
+def test_ctrl_c_in_a_terminal_comes_once_and_all_is_saved(command, tmp_path):
     assert "libtorch" not in Path(f"/proc/{command.pid}/maps").read_text()
-    (os.killpg if to_group else os.kill)(command.pid, number)
+    os.killpg(command.pid, signal.SIGINT)
     text, _ = command.communicate(timeout=60)
-    assert command.returncode == code, text
+    assert command.returncode == 130, text
     assert "asked to stop: all ranks stopped and saved" in text
+    assert saved(tmp_path)
+
+
+def test_ctrl_z_holds_the_work_fg_goes_on_and_kill_stops_it(command, tmp_path):
+    working = launching(command)
+
+    def state():
+        return Path(f"/proc/{working}/stat").read_text().rpartition(")")[2].split()[0]
+
+    os.kill(command.pid, signal.SIGTSTP)
+    assert not gone_within(lambda: state() != "T")
+    os.kill(command.pid, signal.SIGCONT)
+    assert not gone_within(lambda: state() == "T")
+    command.terminate()
+    text, _ = command.communicate(timeout=60)
+    assert command.returncode == 75, text
     assert saved(tmp_path)
 
 
@@ -73,21 +84,6 @@ def test_the_death_of_the_working_process_is_told(command):
     assert "was ended by SIGKILL" in text
     assert "--resume" in text
     assert not gone_within(lambda: alive(others), 20)
-
-
-def test_ctrl_z_holds_the_work_and_fg_goes_on(command):
-    worker = launching(command)
-
-    def state():
-        return Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[0]
-
-    os.kill(command.pid, signal.SIGTSTP)
-    assert not gone_within(lambda: state() != "T")
-    os.kill(command.pid, signal.SIGCONT)
-    assert not gone_within(lambda: state() == "T")
-    command.terminate()
-    command.communicate(timeout=60)
-    assert command.returncode == 75
 
 
 def test_the_exit_code_is_that_of_the_work(tmp_path):
