@@ -1,5 +1,6 @@
-"""The files for Slurm and Kubernetes: their form, and that every flag in them exists."""
+"""The files for Slurm, Kubernetes and containers: their form, and that every flag in them exists."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -10,7 +11,8 @@ import yaml
 
 from evenstep import options
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
 MANIFESTS = sorted(EXAMPLES.glob("kubernetes/*.yaml"))
 SCRIPTS = sorted(EXAMPLES.glob("slurm/*.sbatch"))
 
@@ -72,3 +74,50 @@ def test_the_elastic_job_meets_at_its_first_pod():
 def test_scripts_for_slurm(path):
     subprocess.run(["bash", "-n", str(path)], check=True)
     check_flags(path.read_text().partition("\nsrun ")[2])
+
+
+def instructions():
+    """The instructions of the Dockerfile: [(word, the rest)], comments left out and lines put together."""
+    text = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.M).replace("\\\n", " ")
+    return [tuple(line.split(maxsplit=1)) for line in text.splitlines() if line.strip()]
+
+
+def test_the_dockerfile_is_whole():
+    found = instructions()
+    words = [word for word, _ in found]
+    assert set(words) <= {"FROM", "ARG", "ENV", "COPY", "RUN", "USER", "WORKDIR", "ENTRYPOINT", "CMD"}
+    assert words[0] == "FROM"
+    rest = dict(found)
+    assert (json.loads(rest["ENTRYPOINT"]), json.loads(rest["CMD"])) == (["evenstep"], ["--help"])
+    # Nothing is done as root after USER, and that is another one.
+    assert rest["USER"] not in ("root", "0")
+    assert set(words[words.index("USER") + 1 :]) <= {"WORKDIR", "ENTRYPOINT", "CMD"}
+    assert f"useradd --create-home --home-dir {rest['WORKDIR']} --uid 1000 {rest['USER']}" in str(found)
+    for line in (line for word, line in found if word == "RUN"):
+        assert subprocess.run(["sh", "-n"], input=line, text=True).returncode == 0
+
+
+def test_the_dockerfile_copies_what_is_there_and_not_ignored():
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = {source for word, line in instructions() if word == "COPY" for source in line.split()[:-1]}
+    assert copied == kept
+    assert all((ROOT / source).exists() for source in copied)
+
+
+def test_the_commands_for_docker_are_right():
+    text = (ROOT / "Dockerfile").read_text() + (ROOT / "docs" / "containers.md").read_text()
+    commands = re.findall(r"docker run (.*) evenstep train (.*)", text)
+    assert len(commands) == 4
+    for docker, flags in commands:
+        assert "--init --shm-size=1g" in docker
+        options.check_flags(flags.split())
+    arguments = {line.partition("=")[0] for word, line in instructions() if word == "ARG"}
+    assert set(re.findall(r"--build-arg (\w+)=", text)) <= arguments
+
+
+def test_the_dev_container():
+    found = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
+    assert found["init"] is True
+    assert "--shm-size=1g" in found["runArgs"]
+    target = re.fullmatch(r"make (\w+)", found["postCreateCommand"])[1]
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M)

@@ -107,6 +107,7 @@ def test_the_pages_show_the_examples_and_six_new_lines():
 )
 def test_command_lines_are_right(page, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text("")
     command, flags = words[0], words[1:]
     assert command in (*cli.COMMANDS, "--help", "--version"), page
     if "--help" in flags:
