@@ -11,6 +11,7 @@ nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 manager = pytest.importorskip("jupyter_client.manager")
 pytest.importorskip("ipykernel")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 NOTEBOOK = Path(__file__).parent.parent / "examples" / "notebook.ipynb"
 PATIENCE_S = 120
@@ -125,6 +126,9 @@ def sleep(world):
     print("asleep")
     time.sleep(600)
 
+def refuse(world):
+    raise evenstep.errors.DataError("the file is empty")
+
 def fail(world):
     if world.rank == 1:
         raise ValueError("seven is too many")
@@ -166,4 +170,8 @@ def test_an_interrupt_stops_the_run_and_an_error_is_one_exception(kernel):
     assert 'in fail: raise ValueError("seven is too many")' in text  # the line of the cell
     assert "agent.py" not in text
     assert descendants(pid).keys() == helpers
+
+    _, error = kernel.run("evenstep.launch(refuse, nproc=1, device='cpu', threads=1)")
+    assert (error["ename"], error["evalue"]) == ("DataError", "the file is empty")
+    assert error["traceback"][0].startswith("WorkerError: rank 0 failed: DataError: the file is empty\n")
     assert kernel.run("evenstep.launch(main, 2, nproc=2, device='cpu', threads=1)")[1] is None

@@ -500,9 +500,9 @@ class Run:
             return error
         kind = _own_class(first.record.kind)
         if kind is not None:
-            own: Any = kind(first.record.message)
+            own: EvenstepError = kind(first.record.message)
             own.__cause__ = error  # the report: where in the code it was raised
-            own._render_traceback_ = error._render_traceback_
+            own._render_traceback_ = error._render_traceback_  # type: ignore[attr-defined]
             return own
         return error
 
