@@ -23,9 +23,9 @@ Metrics = Callable[[nn.Module, Any], "Mapping[str, Tensor | tuple[Tensor | float
 """``metrics(model, batch)``: for each name the values of the samples, shape (n,); or a 0-dimensional tensor,
 their mean; or (sum, count) for a mean over something else than samples."""
 
-EVAL_CHUNK = {"cpu": 64, "cuda": 500}
-"""Samples a chunk, by the type of the device. On a CPU larger ones are no faster, and their first takes
-memory that training has not taken yet, whose pages cost more than is saved (docs/log.md)."""
+EVAL_CHUNK = {"cpu": 32, "cuda": 500}
+"""Samples a chunk, by the type of the device. On a CPU what a layer writes should still be in
+a cache when the next one reads it, and memory that training has not taken yet costs time (docs/log.md)."""
 
 _MEET_S = 10.0
 _LOOK_EVERY_S = 0.001
