@@ -13,6 +13,7 @@ workers do not find each other again in most restarts).
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import os
 import random
@@ -25,6 +26,7 @@ import tempfile
 import textwrap
 import threading
 import time
+import weakref
 from datetime import datetime
 from pathlib import Path
 
@@ -72,6 +74,56 @@ def train(world, steps):
             world.send((state.step, os.getpid(), time.time()))
             log.moment(f"step {state.step} committed")
     return state.step, world.restart, world.recovery.steps_lost
+
+
+def step_of(world, recovery):
+    """Return a function that does one step of net, with what recovery needs in each step or without it."""
+    import torch
+
+    from evenstep import Loader, TrainState, cross_entropy, train_step
+    from evenstep.data.sources import open_source
+    from evenstep.models import build
+
+    own = dataclasses.replace(world, recovery=recovery, staged=weakref.WeakSet())
+    source = open_source("digits", data_dir="data", cache_dir=None)
+    model = build("net", num_classes=10)
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), world=own)
+    batches = Loader(source.train, 128, world=own).batches(state)
+    loss = cross_entropy()
+    return lambda: train_step(state, next(batches), loss)
+
+
+def steady(world, rounds, steps):
+    """Return the seconds and the CPU seconds of a step, with and without recovery, round by round."""
+    import torch
+
+    kinds = {"on": step_of(world, world.recovery), "off": step_of(world, None)}
+    found = {kind: [] for kind in kinds}
+    for number in range(rounds + 1):
+        for kind in sorted(kinds, reverse=number % 2 == 0):
+            torch.distributed.barrier()
+            begun, cpu = time.perf_counter(), time.process_time()
+            for _ in range(steps):
+                kinds[kind]()
+            if number:  # the first round warms up
+                now = time.perf_counter(), time.process_time()
+                found[kind].append(((now[0] - begun) / steps, (now[1] - cpu) / steps))
+    return found
+
+
+def measure_steady(nproc: int, rounds: int, steps: int) -> dict[str, object]:
+    """Return what recovery costs in a step in which nobody dies, as ratios of rounds that take turns."""
+    found = launch(steady, rounds, steps, nproc=nproc, lanes=4, threads=1, device="cpu")
+    pairs = list(zip(found["on"], found["off"], strict=True))
+    return {
+        "name": f"a step of net with recovery and without, {nproc} processes",
+        "rounds": rounds,
+        "steps": steps,
+        "on_ms": round(1e3 * statistics.median(wall for wall, _ in found["on"]), 2),
+        "off_ms": round(1e3 * statistics.median(wall for wall, _ in found["off"]), 2),
+        "ratio": round(statistics.median(on[0] / off[0] for on, off in pairs), 4),
+        "cpu_ratio": round(statistics.median(on[1] / off[1] for on, off in pairs), 4),
+    }
 
 
 class Killer:
@@ -243,7 +295,15 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=10, help="steps between checkpoints under torchrun")
     parser.add_argument("--torchrun-kills", type=int, default=5)
     parser.add_argument("--trace", action="store_true", help="print a time line for each kill, and no rows")
+    parser.add_argument("--steady", action="store_true", help="measure a step in which nobody dies")
+    parser.add_argument("--rounds", type=int, default=30, help="rounds of --steady")
     options = parser.parse_args()
+    if options.steady:
+        rows = [measure_steady(nproc, options.rounds, STEPS_BETWEEN) for nproc in options.nproc]
+        for each in rows:
+            print(each)
+        record.keep("recovery_steady", rows=rows)
+        return
     if options.trace:
         for nproc in options.nproc:
             trace(nproc, options.kills)

@@ -71,14 +71,17 @@ class RandomKiller:
         self.dice, self.nproc, self.left = dice, nproc, kills
         self.done = 0
         self.pids: dict[int, int] = {}
-        self.armed_in = -1
+        self.armed_in = self.restart = -1
 
     def __call__(self, rank: int, told: tuple[int, int, int]) -> None:
         """Take a worker's word."""
         pid, restart, step = told
+        if restart != self.restart:
+            self.restart, self.pids = restart, {}
         self.pids[rank] = pid
         # Once in a start: a survivor that is killed before it has saved leaves nobody to go on from.
-        if restart > self.armed_in and self.left and step < STEPS - 6:
+        is_due = restart > self.armed_in and len(self.pids) == self.nproc
+        if is_due and self.left and step < STEPS - 6:
             self.armed_in = restart
             self.timer = threading.Timer(self.dice.random() * 0.3, self.kill)
             self.timer.start()
@@ -161,7 +164,7 @@ def main() -> int:
         print(found, flush=True)
     summary = {"runs": runs, "kills": kills, "restarts": restarts, "points": dict(points), "wrong": len(bad)}
     print(summary)
-    record.keep("soak", **summary, bad=bad)
+    record.keep(f"soak_{options.seed}", **summary, bad=bad)
     return 1 if bad else 0
 
 

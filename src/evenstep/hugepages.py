@@ -10,6 +10,7 @@ twice (about 320 MB more). It is not done where that would be much of what is fr
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import re
@@ -18,7 +19,8 @@ import sys
 import time
 from pathlib import Path
 
-IDLE_S = 3.0
+AFTER_S = 20.0
+"""From the first fork on: it takes a second or more of one core, which a short run need not pay."""
 _SLICE_S = 0.01
 _PAUSE_S = 0.03
 _MADV_COLLAPSE = 25
@@ -30,7 +32,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def collapse_when_idle() -> None:
-    """Have the memory of this process collapsed once it has forked, and then not again for some seconds.
+    """Have the memory of this process collapsed some seconds after its first fork, once.
 
     A timer's signal does it, a hundredth of a second at a time: a thread would make forking dangerous, and a
     fork that is asked for meanwhile waits no longer than that. Does nothing where there is no such call.
@@ -39,6 +41,7 @@ def collapse_when_idle() -> None:
         return
     owner = os.getpid()
     left: list[int] | None = None
+    is_armed = False
 
     def work(*_: object) -> None:
         nonlocal left
@@ -53,14 +56,18 @@ def collapse_when_idle() -> None:
             signal.setitimer(signal.ITIMER_REAL, _PAUSE_S)
 
     def forked() -> None:
-        if os.getpid() == owner and left != []:
-            signal.setitimer(signal.ITIMER_REAL, IDLE_S)
+        nonlocal is_armed
+        if os.getpid() == owner and not is_armed:
+            is_armed = True
+            signal.setitimer(signal.ITIMER_REAL, AFTER_S)
 
     def in_child() -> None:
         if os.getppid() == owner:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
     signal.signal(signal.SIGALRM, work)
+    # At the end Python takes its handlers off, and the signal would end the process.
+    atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)
     os.register_at_fork(after_in_parent=forked, after_in_child=in_child)
 
 

@@ -2,8 +2,8 @@
 
 A module that cannot be imported must not end the fork server; the worker that needs it says what is wrong.
 
-Some seconds after the last worker has been forked, while the fork server has nothing to do, its memory is put
-into huge pages (hugepages.py): later forks, those after a death, take a tenth of the time then.
+Twenty seconds after the first worker has been forked, while the fork server has nothing to do, its memory is
+put into huge pages (hugepages.py): later forks, those after a death, take a tenth of the time then.
 """
 
 from __future__ import annotations
