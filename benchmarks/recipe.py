@@ -1,6 +1,7 @@
 """Time to accuracy of a recipe on CIFAR-10, from the return key on, and of the hand-written script beside it.
 
     python benchmarks/recipe.py --data PATH                 seeds 0, 1, 2 of the fast recipe
+    python benchmarks/recipe.py --data PATH --first 50      and each once more, ended after 50 steps
     python benchmarks/recipe.py --data PATH --baseline 10   and the hand-written script, for 10 epochs
 
 PATH is CIFAR-10 in any form that ``evenstep train --data`` takes. It is decoded before the clock starts. The
@@ -37,6 +38,7 @@ def arguments(argv=None):
         "--baseline", type=int, default=0, help="epochs of the hand-written script; 0: not run"
     )
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="more flags for evenstep train")
+    parser.add_argument("--first", type=int, default=0, help="steps of a short run of each seed; 0: none")
     parser.add_argument("--no-keep", action="store_true", help="write no file into results/")
     return parser.parse_args(argv)
 
@@ -57,12 +59,13 @@ def evaluations_of(metrics, started):
     return found
 
 
-def run_recipe(args, seed):
-    """Train once as a user does, and return times and accuracies."""
+def run_recipe(args, seed, steps=0):
+    """Train once as a user does, to the end or to a step, and return times and accuracies."""
     with tempfile.TemporaryDirectory() as scratch:
         run_dir = Path(scratch) / "run"
         words = [sys.executable, "-m", "evenstep", "train", "--recipe", args.recipe, "--data", args.data]
         words += ["--cache-dir", args.cache_dir] if args.cache_dir else []
+        words += ["--steps", str(steps)] if steps else []
         words += ["--seed", str(seed), "--run-dir", str(run_dir), "--json", "--quiet", *args.flags]
         started = time.time()
         shown = subprocess.run(words, check=True, capture_output=True, text=True).stdout
@@ -70,7 +73,8 @@ def run_recipe(args, seed):
         result = json.loads(shown.splitlines()[-1])
         evaluations = evaluations_of((run_dir / "metrics.jsonl").read_text().splitlines(), started)
     return {
-        "what": f"recipe {args.recipe}, seed {seed}",
+        "what": f"recipe {args.recipe}, seed {seed}" + (f", first {steps} steps" if steps else ""),
+        "steps": result["step"],
         "whole_s": round(whole_s, 2),
         "first_step_s": round(result["first_step_s"], 2),
         "images_per_s": result["images_per_s"],
@@ -132,12 +136,14 @@ def main(argv=None):
             words = [sys.executable, str(PEERS / "data.py"), args.data, data, "--test", "10000"]
             subprocess.run(words, check=True)
         for number, seed in enumerate(args.seeds):
-            runs.append(run_recipe(args, seed))
-            print(line(runs[-1]), flush=True)
+            for steps in [args.first, 0] if args.first else [0]:
+                runs.append(run_recipe(args, seed, steps))
+                print(line(runs[-1]), flush=True)
             if number == 0 and args.baseline:
                 runs.append(run_baseline(args, data))
                 print(line(runs[-1]), flush=True)
-    ours = [run for run in runs if "world_size" in run]
+    most = max(run.get("steps", 0) for run in runs)
+    ours = [run for run in runs if run.get("steps") == most]
     medians = {
         key: statistics.median(run[key] for run in ours)
         for key in ("test_accuracy", "whole_s", "images_per_s")

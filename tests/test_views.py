@@ -6,7 +6,7 @@ from torch import nn
 
 from evenstep.data.augment import resized
 from evenstep.errors import ConfigError
-from evenstep.views import BothWays, at_size, evaluated, size_at
+from evenstep.views import Views, at_size, evaluated, size_at
 
 
 class LeftPixel(nn.Module):
@@ -22,12 +22,33 @@ def test_flip_gives_the_mean_of_the_logits_of_both_views():
     assert evaluated(model, "none") is model
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_shift_counts_the_image_half_and_two_shifted_ones_a_quarter_each(layout):
+    images = torch.arange(2 * 3 * 16.0).view(2, 3, 4, 4).square().to(memory_format=layout)
+    seen = []
+
+    class Corner(nn.Module):
+        def forward(self, images):
+            seen.append(images.is_contiguous(memory_format=layout))
+            return images[:, :, 0, 0]
+
+    # Shifted down and right by one pixel, the corner shows what is mirrored at the edge: pixel (1, 1).
+    # Mirrored, the corner is the last of the row: (0, 3) in the image, (1, 2) in the first, (1, 2) in the
+    # other shifted one.
+    center = (images[:, :, 0, 0] + images[:, :, 0, 3]) / 2
+    down = (images[:, :, 1, 1] + images[:, :, 1, 2]) / 2
+    up = (images[:, :, 1, 1] + images[:, :, 1, 2]) / 2
+    torch.testing.assert_close(evaluated(Corner(), "flip_shift")(images), center / 2 + down / 4 + up / 4)
+    assert seen == [True] * 6
+
+
 @pytest.mark.parametrize(("inputs", "text"), [(torch.zeros(2, 3), "shape (2, 3)"), (["a"], "list")])
-def test_flip_needs_images(inputs, text):
+def test_views_need_images(inputs, text):
     with pytest.raises(
-        ConfigError, match=f"--tta flip mirrors images, and these inputs have {re.escape(text)}"
+        ConfigError,
+        match=f"--tta shows a model several views of an image, and these inputs have {re.escape(text)}",
     ):
-        BothWays(LeftPixel())(inputs)
+        Views(LeftPixel())(inputs)
 
 
 def test_every_pixel_of_a_smaller_image_is_the_mean_of_what_it_covers():

@@ -269,8 +269,9 @@ class OutputConfig:
     """Epochs between checkpoints; the end of the run is always saved."""
     checkpoint_every_steps: int | None = None
     """Steps between checkpoints, besides those at the ends of epochs."""
-    tta: Literal["none", "flip"] = "none"
-    """flip: evaluate every image as it is and mirrored, and add up the logits (test-time augmentation)."""
+    tta: Literal["none", "flip", "flip_shift"] = "none"
+    """Test-time augmentation, the mean of the logits of several views. flip: each image as it is and
+    mirrored. flip_shift: these two also shifted by a pixel up and left, and down and right."""
     metrics: str | None = None
     """module:callable: metrics(model, batch), measured in evaluations: for each name one value a sample."""
     keep: int = 3

@@ -23,8 +23,8 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
         "lanes": 4,
         "threads": 1,
         "batch_size": 500,
-        "epochs": 4,
-        "image_sizes": "16,24,24,32",
+        "epochs": 8,
+        "image_sizes": "17,17,25,25,25,32,32,32",
         "augment": True,
         "crop_padding": 2,
         "crop_border": "reflect",
@@ -36,7 +36,8 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
         "weight_decay": 4e-5,
         "lr_schedule": "linear",
         "label_smoothing": 0.2,
-        "tta": "flip",
+        "tta": "flip_shift",
+        "evaluate_every": 8,
     },
 }
 

@@ -1,11 +1,13 @@
-"""What a model is shown of an image: the image in another size, and its mirror image."""
+"""What a model is shown of an image: the image in another size, mirrored, and shifted."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from evenstep.data.augment import resized
 from evenstep.errors import ConfigError
@@ -13,35 +15,53 @@ from evenstep.errors import ConfigError
 Result = TypeVar("Result")
 
 
-class BothWays(nn.Module):
-    """A classifier that sees each image as it is and mirrored, and gives the mean of the logits.
+class Views(nn.Module):
+    """A classifier that sees each image several times and gives the mean of the logits.
+
+    Every view is seen as it is and mirrored left to right. With ``shift`` there are three: the image, which
+    counts half, and the image shifted by one pixel up and left, and down and right, a quarter each; what
+    comes in at the edge is mirrored there (Keller Jordan, arXiv 2404.00498).
 
     Args:
         model: takes float images (n, C, H, W) and gives logits (n, classes).
+        shift: whether there are shifted views.
 
     Raises:
         ConfigError: when called with anything but images.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, shift: bool = False) -> None:
         super().__init__()
         self.model = model
+        self.shift = shift
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits, float (n, classes), of images, float (n, C, H, W)."""
         if not isinstance(images, Tensor) or images.ndim != 4:
             shape = f"shape {tuple(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
             raise ConfigError(
-                f"--tta flip mirrors images, and these inputs have {shape}; it needs a tensor (n, C, H, W). "
-                "Leave out --tta."
+                f"--tta shows a model several views of an image, and these inputs have {shape}; it needs a "
+                "tensor (n, C, H, W). Leave out --tta."
             )
+        total = self._both_ways(images)
+        if not self.shift:
+            return total
+        height, width = images.shape[2:]
+        padded = functional.pad(images, (1, 1, 1, 1), mode="reflect")
+        shifted = [padded[:, :, i : i + height, i : i + width] for i in (0, 2)]
+        is_last = images.is_contiguous(memory_format=torch.channels_last)
+        layout = torch.channels_last if is_last else torch.contiguous_format
+        views = [view.contiguous(memory_format=layout) for view in shifted]
+        return total / 2 + (self._both_ways(views[0]) + self._both_ways(views[1])) / 4
+
+    def _both_ways(self, images: Tensor) -> Tensor:
         total: Tensor = self.model(images).float() + self.model(images.flip(3)).float()
         return total / 2
 
 
 def evaluated(model: nn.Module, tta: str) -> nn.Module:
-    """Return what is evaluated for ``model``: itself, or with ``tta`` ``flip`` its :class:`BothWays`."""
-    return BothWays(model) if tta == "flip" else model
+    """Return what is evaluated for ``model``: itself, or its :class:`Views`."""
+    return model if tta == "none" else Views(model, shift=tta == "flip_shift")
 
 
 def at_size(

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from evenstep.pooling import MaxPool2x2
+
 _KERNEL = 2
 _EPS = 5e-4
 """Added to the variances, so that directions without any are not blown up."""
@@ -26,7 +28,7 @@ class Block(nn.Module):
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
         self.conv1 = _conv(in_channels, out_channels)
-        self.pool = nn.MaxPool2d(2)
+        self.pool = MaxPool2x2()
         self.norm1 = _norm(out_channels)
         self.conv2 = _conv(out_channels, out_channels)
         self.norm2 = _norm(out_channels)
@@ -41,8 +43,8 @@ class WhiteNet(nn.Module):
     """Whitening convolution, three blocks of two convolutions, global max-pooling, one linear layer.
 
     After the network of Keller Jordan's airbench94 (arXiv 2404.00498, "94% on CIFAR-10 in 3.29 Seconds on a
-    Single GPU", and https://github.com/KellerJordan/cifar10-airbench), narrower, so that it suits a CPU. Its
-    weights are in channels_last memory format.
+    Single GPU", and https://github.com/KellerJordan/cifar10-airbench), with its widths. The weights are in
+    channels_last memory format.
 
     The weights of the first layer are not trained. They are the eigenvectors of small patches of the training
     images, each divided by its standard deviation, once as they are and once negated: with them neighbouring
@@ -62,7 +64,7 @@ class WhiteNet(nn.Module):
         in_channels: int = 3,
         image_size: int = 32,
         *,
-        widths: tuple[int, int, int] = (64, 128, 256),
+        widths: tuple[int, int, int] = (64, 256, 256),
     ) -> None:
         super().__init__()
         width = 2 * in_channels * _KERNEL**2
