@@ -1,6 +1,7 @@
 """A loss and metrics of the user's own: what they may give, the same values on any number of processes."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,7 @@ def evenstep(capfd, tmp_path, monkeypatch):
 OWN = [f"--{name}=own_project:{name}" for name in ("data", "model", "loss", "metrics")]
 
 
+@pytest.mark.slow
 def test_a_job_that_is_no_classifier_on_one_process_and_on_two(evenstep, tmp_path):
     flags = (*OWN, "--lanes", 2, "--threads", 1, "--batch-size", 32, "--epochs", 6, "--optimizer", "adam")
     found = [evenstep("train", *flags, "--nproc", n, "--run-dir", f"run{n}", "--keep", 1)[1] for n in (1, 2)]
@@ -185,5 +187,5 @@ def test_a_mistake_ends_the_command_with_exit_code_2(evenstep):
         "train", *OWN[:3], "--steps", 1, "--nproc", 2, "--metrics", "own_project:columns"
     )
     assert code == 2
-    assert "metric 'x' has shape (250, 1) for 250 samples" in message or "(101, 1) for 101" in message
+    assert re.search(r"metric 'x' has shape \((\d+), 1\) for \1 samples; the mean would be wrong", message)
     assert torch.is_grad_enabled()

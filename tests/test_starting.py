@@ -17,7 +17,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def run(directory, *words):
-    done = subprocess.run(words, cwd=directory, env=ENVIRONMENT, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(words, cwd=directory, env=ENVIRONMENT, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -31,6 +31,8 @@ def test_every_file_of_the_starter_is_written(tmp_path, monkeypatch, capsys):
     assert "cd deep/project\nevenstep train --config run.toml" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_project_trains_and_its_own_test_passes(tmp_path, monkeypatch, capfd):
     starting.write(tmp_path)
     monkeypatch.chdir(tmp_path)

@@ -68,7 +68,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class _TrainFlags:
-    """Train and evaluate a classifier with data parallelism; the same bits on any number of processes."""
+    """Train and evaluate a model with data parallelism; the same bits on any number of processes."""
 
     # TrainConfig's groups without its checks across groups: a flag may put right what a file alone has wrong.
     config: str | None = None
