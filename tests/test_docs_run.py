@@ -107,10 +107,14 @@ def merged(lines):
     runs = []
     for words in lines:
         flags = flags_of(words[2:])
+        flags.setdefault("--recipe", [])  # its options go with no other line's
         fits = [run for run in runs if all(run.get(flag, values) == values for flag, values in flags.items())]
         if not fits:
             runs.append({})
         (fits or runs)[-1 if not fits else 0].update(flags)
+    for run in runs:
+        if not run["--recipe"]:
+            del run["--recipe"]
     return [["evenstep", "train", *words_of(run)] for run in runs]
 
 
