@@ -78,8 +78,8 @@ def gather(
     if options.crop_border == "zeros":
         is_inside = [(values >= 0) & (values < size) for values, size in ((ys, height), (xs, width))]
         seen = _send(is_inside[0][:, :, None] & is_inside[1][:, None, :], device)
-    ys, xs = (_send(_mirrored(values, size), device) for values, size in ((ys, height), (xs, width)))
-    cut = images[rows[:, None, None], ys[:, :, None], xs[:, None, :]]
+    rows_of, columns_of = (_send(_mirrored(v, size), device) for v, size in ((ys, height), (xs, width)))
+    cut = images[rows[:, None, None], rows_of[:, :, None], columns_of[:, None, :]]
     return (cut if seen is None else cut * seen[..., None]), labels
 
 
