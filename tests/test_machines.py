@@ -4,14 +4,17 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import types
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
-from evenstep import checkpoint, machines, rendezvous, rescue, snapshot, worker, world
+from evenstep import agent, checkpoint, failure, machines, rendezvous, rescue, snapshot, worker, world
 from evenstep.config import from_flat
-from evenstep.errors import CheckpointError, ConfigError, MachineError
+from evenstep.errors import CheckpointError, ConfigError, MachineError, WorkerError
 from evenstep.launcher import launch
 from evenstep.recovery import Recovery
 from evenstep.rendezvous import Agreed, Offer, settle
@@ -152,6 +155,52 @@ def test_two_agents_of_one_machine_and_what_launch_returns():
             agent.kill()
             agent.wait()
     assert sorted(out.strip() for out, _ in outputs) == ["(0, 2, 2)", "None"], outputs
+
+
+def test_a_main_that_has_returned_waits_for_those_of_other_machines():
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    where = machines.Machines(least=1, most=2, host="127.0.0.1", port=store.port, run_id="waiting")
+    job = types.SimpleNamespace(machines=where, setting=types.SimpleNamespace(timeout_s=20.0))
+    place = types.SimpleNamespace(restart=0, world_size=2)
+    waiting = threading.Thread(target=worker._wait_for_all, args=(job, place))
+    waiting.start()
+    waiting.join(0.5)
+    assert waiting.is_alive()
+    worker._wait_for_all(job, place)  # the other rank's: now both have ended
+    waiting.join(20)
+    assert not waiting.is_alive()
+
+
+def told(first, meeting, killed=False):
+    """What a run says of its first failure, with what the meeting of the machines knows."""
+    peers = {1: types.SimpleNamespace(killed=killed)}
+    run = types.SimpleNamespace(
+        _meeting=meeting,
+        _stopped=False,
+        _plan=types.SimpleNamespace(grace_s=0.0),
+        server=types.SimpleNamespace(peers=peers),
+    )
+    return agent.Run._failure_elsewhere(run, first)
+
+
+def test_the_failure_of_another_machine_is_told_where_ours_only_follows_from_it(monkeypatch):
+    monkeypatch.setattr(agent, "_WORD_S", 0.1)
+    lost = failure.record(RuntimeError("Connection closed by peer"), 1)
+    own = failure.record(ValueError("ours"), 1)
+    word = WorkerError("the run has failed on 10.0.0.2: rank 3 was killed by SIGKILL")
+    speaks = types.SimpleNamespace(failure_elsewhere=lambda: word, lost_machine=None)
+    silent = types.SimpleNamespace(
+        failure_elsewhere=lambda: None, lost_machine="the machine 10.0.0.2 is silent"
+    )
+    knows_nothing = types.SimpleNamespace(failure_elsewhere=lambda: None, lost_machine=None)
+    follows = failure.First(1, 0.0, 1, lost)
+    assert told(follows, speaks) is word
+    assert "10.0.0.2 is silent, and main has made no TrainState to go on from" in str(told(follows, silent))
+    assert told(follows, knows_nothing) is None
+    assert told(failure.First(1, 0.0, 1, own), speaks) is None
+    assert told(failure.First(1, 0.0, 137), speaks) is None
+    assert told(failure.First(1, 0.0, 137), speaks, killed=True) is word
+    assert told(follows, None) is None
 
 
 def test_a_checkpoint_that_not_all_machines_have(tmp_path):

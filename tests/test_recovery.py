@@ -1,12 +1,15 @@
 import json
+import multiprocessing
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from conftest import gone_within
 from evenstep import (
     Loader,
     TrainState,
@@ -204,6 +207,57 @@ def test_a_checkpoint_of_an_earlier_run_in_the_directory_is_not_taken(tmp_path):
     assert run_ranks(main, 1, 6, 3, run_dir=own, fault=kill_at(0, 4)) == [(6, 1)]
 
 
+def test_a_death_after_another_main_has_returned_loses_nothing(undisturbed):
+    def main(world):
+        result = outcome(world)
+        if world.rank == 0 and world.restart == 0:
+            others = [b for b in world.recovery.pulse.beats.read() if b.rank == 1]
+            while others[0].phase != Phase.DONE:
+                time.sleep(0.01)
+                others = [b for b in world.recovery.pulse.beats.read() if b.rank == 1]
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    assert run_ranks(main, 2, lanes=4) == [(*undisturbed[:3], 1, 0)] * 2
+
+
+def test_a_survivor_is_not_ended_while_it_saves(undisturbed):
+    """Neither by the agent's SIGTERM nor by the SIGKILL some time later; a large state takes seconds."""
+
+    def main(world):
+        save = snapshot.save
+
+        def slowly(*args, **kwargs):
+            time.sleep(2)
+            return save(*args, **kwargs)
+
+        if world.restart == 0:
+            snapshot.save = slowly
+        return outcome(world)
+
+    values = run_ranks(main, 2, lanes=4, fault=kill_at(1, 4), grace_s=0.5)
+    assert values == [(*undisturbed[:3], 1, 0)] * 2
+
+
+def test_a_state_that_main_has_dropped_is_kept_until_the_next_is_made():
+    def main(world):
+        import weakref
+
+        recovery = world.recovery
+        told = []
+        refs = []
+        for _ in range(2):
+            state = TrainState(model := SmallNet(), torch.optim.SGD(model.parameters(), lr=0.1))
+            told.append([ref() is not None for ref in refs])
+            refs.append(weakref.ref(model))
+            had = recovery.has_states
+            del state, model
+            told.append((had, recovery.has_states, recovery.has_something_to_save))
+        return told
+
+    assert run_ranks(main, 1) == [[[], (True, False, True), [False], (True, False, True)]]
+
+
 def metrics_of(run_dir):
     """What metrics.jsonl says of training and evaluation, without times."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -319,6 +373,49 @@ def test_what_dead_launchers_left_is_removed_and_what_living_ones_have_is_not(tm
     mine.close()
     other.close()
     assert not list(tmp_path.iterdir())
+
+
+LEAVING = """
+    import multiprocessing, os, signal
+    from multiprocessing import resource_tracker
+    from evenstep import sharedmem
+
+    owned = sharedmem.Owned()
+    with sharedmem.semaphores(owned.path):  # as those that torch's agent makes
+        event = multiprocessing.get_context("spawn").Event()
+    print(owned.path.name, flush=True)
+    for pid in (resource_tracker._resource_tracker._pid, os.getpid()):  # so nobody can tidy up
+        os.kill(pid, signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere semaphores are no files")
+def test_semaphores_of_a_launch_that_was_killed_with_its_helpers_are_removed(tmp_path):
+    done = run_script(LEAVING, path=tmp_path / "script.py")
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    name = done.stdout.strip()
+
+    def left():
+        sharedmem.remove_leftovers()
+        return list(sharedmem.SHARED_MEMORY.glob(f"*{name}*"))
+
+    assert not gone_within(left)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere semaphores are no files")
+def test_semaphores_are_named_after_their_launch():
+    owned = sharedmem.Owned()
+    try:
+        with sharedmem.semaphores(owned.path):
+            event = multiprocessing.get_context("spawn").Event()
+        other = multiprocessing.get_context("spawn").Lock()
+        found = list(sharedmem.SHARED_MEMORY.glob(f"sem.{owned.path.name}-*"))
+        assert len(found) == 5  # of which an Event is made
+        assert other._semlock.name.startswith("/mp-")
+        del event
+        assert not gone_within(lambda: list(sharedmem.SHARED_MEMORY.glob(f"sem.{owned.path.name}-*")))
+    finally:
+        owned.close()
 
 
 def test_heartbeats_are_seen_by_others_and_outlive_a_process(tmp_path):

@@ -46,10 +46,9 @@ from evenstep.machines import Machines
 
 BACKEND = "evenstep-machines"
 BEAT_S = 0.5
-SILENT_AFTER_S = 3.5
-"""Without a beat for so long a machine counts as gone: a mistake costs a new start, and no step."""
 LOST_AFTER_S = 5.0
-"""The same for the machine of the endpoint: a mistake ends the run here, saved."""
+"""Without a beat for so long a machine counts as gone. On cores with far more work than they can do, beats of
+a machine that lives have come as late, so less would be too little."""
 _FIRST_LOOK_S = 5.0
 _CLOSE_S = 3.0
 _OFFER_S = 10.0
@@ -455,7 +454,7 @@ class Meeting(RendezvousHandler):
         now = time.monotonic()
         if name not in beats or beats[name][0] != beat:
             beats[name] = beat, now
-        elif now - beats[name][1] > SILENT_AFTER_S:
+        elif now - beats[name][1] > LOST_AFTER_S:
             text = f"the machine {offer.address} has not answered for {now - beats[name][1]:.1f} s"
             self.lost_machine = self.lost_machine or text
             self._report(text)
