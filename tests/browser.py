@@ -62,7 +62,9 @@ def requests(page):
         for message in messages
         if message["method"] == "Network.requestWillBeSent"
     ]
-    return [address for address in addresses if not address.startswith(("data:", "chrome:", "chrome-untrusted:"))]
+    return [
+        address for address in addresses if not address.startswith(("data:", "chrome:", "chrome-untrusted:"))
+    ]
 
 
 def console(page):
