@@ -1,7 +1,7 @@
 """Time to accuracy of a recipe on CIFAR-10, from the return key on, and of the hand-written script beside it.
 
     python benchmarks/recipe.py --data PATH                 seeds 0, 1, 2 of the fast recipe
-    python benchmarks/recipe.py --data PATH --first 50      and each once more, ended after 50 steps
+    python benchmarks/recipe.py --data PATH --first 30      and each once more, ended after 30 steps
     python benchmarks/recipe.py --data PATH --baseline 10   and the hand-written script, for 10 epochs
 
 PATH is CIFAR-10 in any form that ``evenstep train --data`` takes. It is decoded before the clock starts. The
@@ -65,7 +65,7 @@ def run_recipe(args, seed, steps=0):
         run_dir = Path(scratch) / "run"
         words = [sys.executable, "-m", "evenstep", "train", "--recipe", args.recipe, "--data", args.data]
         words += ["--cache-dir", args.cache_dir] if args.cache_dir else []
-        words += ["--steps", str(steps)] if steps else []
+        words += ["--steps", str(steps), "--tta", "none"] if steps else []
         words += ["--seed", str(seed), "--run-dir", str(run_dir), "--json", "--quiet", *args.flags]
         started = time.time()
         shown = subprocess.run(words, check=True, capture_output=True, text=True).stdout
@@ -117,7 +117,7 @@ def line(run):
             f"{100 * run['test_accuracy']:.2f} %",
             *("-" if seconds is None else f"{seconds:.1f} s" for seconds in times),
             f"{run['whole_s']:.1f} s",
-            f"{run['images_per_s']:.0f} |",
+            "- |" if run["images_per_s"] is None else f"{run['images_per_s']:.0f} |",
         ]
     )
 
