@@ -25,7 +25,6 @@ LAYERS = {
         "files",
         "sharedmem",
         "heartbeat",
-        "hugepages",
         "allocator",
         "seeding",
         "log",

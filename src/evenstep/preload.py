@@ -1,9 +1,6 @@
 """Imported by the fork server alone: everything that a worker needs, so that a worker starts in milliseconds.
 
 A module that cannot be imported must not end the fork server; the worker that needs it says what is wrong.
-
-Twenty seconds after the first worker has been forked, while the fork server has nothing to do, its memory is
-put into huge pages (hugepages.py): later forks, those after a death, take a tenth of the time then.
 """
 
 from __future__ import annotations
@@ -14,8 +11,6 @@ import gc
 import importlib
 import os
 import signal
-
-from evenstep import hugepages
 
 # torch._dynamo is imported by the constructor of DistributedDataParallel, which takes about a second.
 MODULES = (
@@ -56,6 +51,3 @@ for _name in MODULES:
         importlib.import_module(_name)
 gc.freeze()
 gc.enable()
-
-with contextlib.suppress(Exception):
-    hugepages.collapse_when_idle()
