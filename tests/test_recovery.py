@@ -26,6 +26,7 @@ from evenstep.heartbeat import Beat, Heartbeats, Phase, Pulse
 from evenstep.jobs import train_job
 from evenstep.launcher import launch
 from evenstep.metrics import classification
+from evenstep.recovery import Recovery
 from evenstep.testing import kill_at, run_ranks
 from scripts import CPU, run_script
 from worlds import SmallNet, digest, images, trained
@@ -237,6 +238,54 @@ def test_a_survivor_is_not_ended_while_it_saves(undisturbed):
 
     values = run_ranks(main, 2, lanes=4, fault=kill_at(1, 4), grace_s=0.5)
     assert values == [(*undisturbed[:3], 1, 0)] * 2
+
+
+class State:
+    """Stands in for a TrainState whose snapshot does ``during`` meanwhile."""
+
+    step = 3
+
+    def __init__(self, during=lambda: None):
+        self.during = during
+
+    def snapshot(self):
+        self.during()
+        return {"model": {}, "training": {}, "meta": {}, "step": self.step}
+
+
+def recovery_of(directory, state):
+    recovery = Recovery(directory, None, rank=0, local_rank=0, local_world_size=1, restart=0)
+    recovery.register(state)
+    return recovery
+
+
+def test_main_commits_nothing_between_the_last_snapshot_and_the_end(tmp_path, monkeypatch):
+    """A process that leaves waits for a checkpoint after its snapshot, and main may still run then."""
+    state = State()
+    recovery = recovery_of(tmp_path, state)
+    told = []
+    recovery.finish = lambda: told.append(recovery._lock.acquire(blocking=False))
+    monkeypatch.setattr("evenstep.recovery.end_process", told.append)
+    recovery.leave()
+    assert told == [False, sharedmem.LEFT_EXIT]
+    assert snapshot.total_of(snapshot.newest([tmp_path])) == 3
+
+
+def test_the_heartbeat_shows_a_snapshot_whatever_main_does_meanwhile(tmp_path):
+    shown = []
+
+    def main():
+        with recovery.doing(Phase.EVALUATING):
+            shown.append(recovery.pulse.beats.read()[0].phase)
+        shown.append(recovery.pulse.beats.read()[0].phase)
+        recovery.done()
+        shown.append(recovery.pulse.beats.read()[0].phase)
+
+    state = State(main)
+    recovery = recovery_of(tmp_path, state)
+    assert recovery.save() is not None
+    assert shown == [Phase.SAVING] * 3
+    assert recovery.pulse.beats.read()[0].phase == Phase.DONE
 
 
 def test_a_state_that_main_has_dropped_is_kept_until_the_next_is_made():

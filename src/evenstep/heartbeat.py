@@ -146,6 +146,7 @@ class Pulse:
         self.step = 0
         self.highest = beats.read()[row].highest
         self.phase = Phase.STARTING
+        self.saving = False
         self.activity = Activity.USER
         self.evaluations = 0
         self._pid = os.getpid()
@@ -170,9 +171,14 @@ class Pulse:
             self.num_states,
             self.step,
             self.highest,
-            self.phase,
+            Phase.SAVING if self.saving else self.phase,
             time.time(),
         )
+
+    def show_saving(self, saving: bool) -> None:
+        """Show that a snapshot is made, on any thread, whatever phase the main thread comes to meanwhile."""
+        self.saving = saving
+        self.beat()
 
     def go_back_to(self, step: int) -> None:
         """Take up from a step, for good: what lies beyond it is lost and has been counted."""

@@ -103,7 +103,6 @@ class Recovery:
         self._checkpoint: Path | None = None
         self._leaving = threading.Event()
         self._leave_lock = threading.Lock()
-        self._is_saving = False
         self.finish: Callable[[], None] = lambda: None
         """Waits for what the process does in the background, such as the writing of a checkpoint."""
 
@@ -189,31 +188,38 @@ class Recovery:
 
     def save(self) -> Path | None:
         """Save all TrainStates, from any thread; None if there are none, or a commit was cut off."""
-        if not self.has_something_to_save:
+        if not self._lock_to_save():
             return None
+        try:
+            return self._save_locked()
+        finally:
+            self.pulse.show_saving(False)
+            self._lock.release()
+
+    def _lock_to_save(self) -> bool:
+        """Take the lock; return False, without it, if there is nothing to save or a commit does not end."""
+        if not self.has_something_to_save:
+            return False
         while not self._lock.acquire(timeout=_LOCK_PATIENCE_S):
-            if not self._is_saving:  # a large state takes its time
+            if not self.pulse.saving:  # a large state takes its time
                 logger.error("no snapshot: a commit has not ended in {} s", _LOCK_PATIENCE_S)
-                return None
-        phase = self.pulse.phase
+                return False
+        return True
+
+    def _save_locked(self) -> Path | None:
         try:
             if self._is_torn:
                 logger.error("no snapshot: an error has cut off a commit, so the state is not whole")
                 return None
             if self.pulse.step == 0:
                 return None  # to begin again is the same
-            self._is_saving, self.pulse.phase = True, Phase.SAVING  # nobody ends this process meanwhile
-            self.pulse.beat()
+            self.pulse.show_saving(True)  # nobody ends this process meanwhile
             living = [self._held(number) for number in range(len(self._states))]
             states = [None if state is None else state.snapshot() for state in living]
             return snapshot.save(self.directories, states, total=self.pulse.step, rank=self.rank)
         except Exception:
             logger.exception("no snapshot of step {}", self.pulse.step)
             return None
-        finally:
-            self._is_saving, self.pulse.phase = False, phase
-            self.pulse.beat()
-            self._lock.release()
 
     def leave(self) -> NoReturn:
         """Save and end this process at once, from any thread; the main thread may hang in a collective.
@@ -223,7 +229,8 @@ class Recovery:
         with self._leave_lock:
             self._leaving.set()
             log.moment("leaving")
-            self.save()
+            if self._lock_to_save():
+                self._save_locked()  # the lock stays taken: what main committed from here on would be lost
             with contextlib.suppress(Exception):
                 self.finish()
             log.moment("saved")

@@ -124,7 +124,7 @@ class Signals:
         died_at: float | None = None
         while not self._ended.wait(_LOOK_EVERY_S):
             now = pulse.step, pulse.phase
-            if now != seen or pulse.phase == Phase.SAVING:
+            if now != seen or pulse.saving or pulse.phase == Phase.SAVING:
                 seen, since = now, time.monotonic()
             if died_at is None and self._recovery.peer_died():
                 died_at = time.monotonic()
