@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 
 from evenstep import agent, checkpoint, failure, machines, rendezvous, rescue, snapshot, worker, world
 from evenstep.config import from_flat
-from evenstep.errors import CheckpointError, ConfigError, MachineError, WorkerError
+from evenstep.errors import CheckpointError, ConfigError, MachineError, StoppedError, WorkerError
 from evenstep.launcher import launch
 from evenstep.recovery import Recovery
 from evenstep.rendezvous import Agreed, Offer, settle
@@ -201,6 +201,15 @@ def test_the_failure_of_another_machine_is_told_where_ours_only_follows_from_it(
     assert told(failure.First(1, 0.0, 137), speaks) is None
     assert told(failure.First(1, 0.0, 137), speaks, killed=True) is word
     assert told(follows, None) is None
+
+
+def test_a_stop_that_was_asked_for_on_another_machine_is_no_failure_of_it(monkeypatch):
+    monkeypatch.setattr(agent, "_WORD_S", 0.1)
+    word = WorkerError("the run has failed on 10.0.0.2: asked to stop")
+    speaks = types.SimpleNamespace(failure_elsewhere=lambda: word, lost_machine=None)
+    stopped = failure.record(StoppedError("asked to stop: all ranks stopped after step 4"), 1)
+    assert stopped.secondary
+    assert told(failure.First(1, 0.0, 75, stopped), speaks) is None
 
 
 def test_a_checkpoint_that_not_all_machines_have(tmp_path):

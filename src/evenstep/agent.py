@@ -510,6 +510,8 @@ class Run:
         """Return what happened on another machine, if what failed here is only its consequence."""
         if self._meeting is None or self._stopped:
             return None
+        if first is not None and first.record is not None and first.record.kind == StoppedError.__name__:
+            return None  # asked for on another machine, and done here, too
         peers = self.server.peers
         was_ended = first is None or (first.rank in peers and peers[first.rank].killed)
         if not was_ended and (first is None or first.record is None or not first.record.secondary):
