@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from evenstep import Loader, TrainState, checkpoint, cross_entropy, train_step
+from evenstep import Loader, TrainState, checkpoint, cross_entropy, snapshot, train_step
 from evenstep.errors import CheckpointError
+from evenstep.recovery import Recovery
 from evenstep.resuming import newest_whole
 from evenstep.testing import kill_at, run_ranks
 from worlds import SmallNet, digest, images
@@ -111,3 +112,36 @@ def test_machines_take_what_is_whole_on_all_of_them(stopped, tmp_path):
         shutil.copytree(stopped[0], tmp_path / str(rank))
     flip(in_checkpoint(tmp_path / "1", 6, checkpoint.TRAINING))
     assert run_ranks(main, 2, str(tmp_path)) == [("step-00000004", None)] * 2
+
+
+def test_machines_of_which_one_has_only_damaged_checkpoints_all_say_so(stopped, tmp_path):
+    """A rank that went on alone would wait for the others in its next collective."""
+
+    def main(world, parent):
+        here = dataclasses.replace(world, run_dir=str(Path(parent) / str(world.rank)))
+        with pytest.raises(CheckpointError, match="is whole, so there is nothing to go on from") as caught:
+            newest_whole(here.run_dir, here)
+        return str(caught.value).splitlines()[1]
+
+    run_dir = shutil.copytree(stopped[0], tmp_path / "0")
+    for step in (2, 4, 6):
+        flip(in_checkpoint(run_dir, step, checkpoint.MODEL))
+    damaged, empty = run_ranks(main, 2, str(tmp_path))
+    assert "step-00000006/" in damaged
+    assert empty == "those on rank 0's machine are damaged; see its log"
+
+
+def test_a_snapshot_is_taken_where_all_newer_checkpoints_are_damaged(stopped, tmp_path):
+    def main(world, parent):
+        memory = Path(parent) / "memory"
+        memory.mkdir()
+        state = {"model": {}, "training": {}, "meta": {}, "step": 1}
+        snapshot.save([memory], [state], total=1, rank=0)
+        recovery = Recovery(memory, None, rank=0, local_rank=0, local_world_size=1, restart=1)
+        recovery.agree(dataclasses.replace(world, run_dir=str(Path(parent) / "run"), resume=True))
+        return recovery.found().step, recovery.found_checkpoint, recovery.pulse.step
+
+    run_dir = shutil.copytree(stopped[0], tmp_path / "run")
+    for step in (2, 4, 6):
+        flip(in_checkpoint(run_dir, step, checkpoint.MODEL))
+    assert run_ranks(main, 1, str(tmp_path)) == [(1, None, 1)]

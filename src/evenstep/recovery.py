@@ -281,7 +281,14 @@ class Recovery:
             _check_all_have(newest, everybody[:, 3].tolist(), world.run_dir)
             # A machine that came later has not seen it written, so there the time does not count.
             since = 0.0 if world.resume or from_disk is None else self._began
-            from_disk = newest_whole(str(world.run_dir), world, since=since)
+            try:
+                from_disk = newest_whole(str(world.run_dir), world, since=since)
+            except CheckpointError as error:  # on all ranks, or on none
+                if total < 0:
+                    raise
+                from_disk = None
+                text = "going on from the snapshot of step {}, because of the checkpoints: {}"
+                logger.bind(file_only=not world.is_first).warning(text, total, error)
             newest = -1 if from_disk is None else checkpoint.step_of(from_disk)
         if from_disk is not None and newest > total:
             self._checkpoint, restored, origin = from_disk, newest, f"the checkpoint {from_disk}"

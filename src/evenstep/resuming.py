@@ -36,10 +36,11 @@ def newest_whole(run_dir: str | Path, world: World, *, since: float = 0.0) -> Pa
         path = _newest_here(run_dir, world, since, at_most, problems)
         step = -1 if path is None else checkpoint.step_of(path)
         steps = gathered(torch.tensor([step, len(problems)]), world).tolist()
-        if problems and all(found < 0 for found, _ in steps):
+        damaged = [rank for rank, (_, number) in enumerate(steps) if number]
+        if damaged and all(found < 0 for found, _ in steps):
             raise CheckpointError(
                 f"no checkpoint of the run directory {run_dir} is whole, so there is nothing to go on from:\n"
-                + "\n".join(problems)
+                + ("\n".join(problems) or f"those on rank {damaged[0]}'s machine are damaged; see its log")
             )
         if len({found for found, _ in steps}) == 1:
             return path
