@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from evenstep import cli, options
-from evenstep.config import from_flat, to_flat
+from evenstep.config import from_flat, to_flat, write_toml
 from evenstep.errors import ConfigError
 from evenstep.recipes import RECIPES
 
@@ -47,6 +47,17 @@ def test_flags_and_files_win_over_a_recipe(tmp_path, monkeypatch):
         "recipe": "file run.toml",
     }
     assert {key: asked.sources[key] for key in wanted} == wanted
+
+
+def test_what_a_run_has_none_of_is_not_taken_from_the_recipe_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = options.parse(["--recipe", "fast", "--image-sizes", "None", "--run-dir", "run"])
+    assert asked.config.data.image_sizes is None
+    Path("run").mkdir()
+    Path("run/config.toml").write_text(write_toml(asked.config))
+    monkeypatch.setattr(options, "checkpoints", lambda run_dir: [run_dir])
+    for argv in (["--resume", "--run-dir", "run", "--recipe", "fast"], ["--config", "run/config.toml"]):
+        assert options.parse(argv).config.data.image_sizes is None
 
 
 @pytest.mark.parametrize(

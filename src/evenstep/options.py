@@ -26,6 +26,7 @@ from evenstep.config import (
     field_groups,
     from_flat,
     read_toml,
+    to_flat,
 )
 from evenstep.errors import CheckpointError, ConfigError, did_you_mean
 from evenstep.recipes import recipe_values
@@ -148,10 +149,14 @@ def parse(argv: Sequence[str], command: str = "train") -> Options:
     path = given.pop("config", None)
     file = check_values(read_toml(path), path) if isinstance(path, str) else {}
     recipe = given.get("recipe", file.get("recipe"))
+    resumes = bool(given.get("resume", file.get("resume", False)))
     if isinstance(recipe, str):
         values = recipe_values(recipe)
+        # A run's own config.toml says everything: what it leaves out is None, and not for the recipe to set.
+        if resumes or _is_whole(file):
+            values = {}
         flags, sources = _put(flags, values, f"recipe {recipe}"), dict.fromkeys(values, f"recipe {recipe}")
-    if given.get("resume", file.get("resume", False)):
+    if resumes:
         run_dir = given.get("run_dir", file.get("run_dir"))
         if run_dir is None:
             run_dir = str(newest_run(RUNS))
@@ -173,6 +178,11 @@ def parse(argv: Sequence[str], command: str = "train") -> Options:
     sources |= dict.fromkeys(given, "flag")
     options = _to_options(flags, sources, tuple(notes))
     return make_smoke(options) if options.config.run.smoke_test else options
+
+
+def _is_whole(values: Mapping[str, Any]) -> bool:
+    """Return whether a file has every option that is not None by default, as a run's config.toml has."""
+    return all(key in values for key, value in to_flat(TrainConfig()).items() if value is not None)
 
 
 def check_flags(argv: Sequence[str]) -> None:
