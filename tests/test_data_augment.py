@@ -1,3 +1,5 @@
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -5,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchvision.transforms import functional
 
-from evenstep.data.augment import Augment, augment, to_tensor
+from evenstep.data.augment import Augment, augment, resized, to_tensor
 from evenstep.errors import ConfigError
 
 
@@ -110,3 +112,24 @@ def test_to_tensor_has_torchvisions_bits():
 def test_negative_padding():
     with pytest.raises(ConfigError, match="crop_padding is -1; it must be 0"):
         Augment(-1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"flip": True}, "flip is True. It must be one of random, alternate, none"),
+        ({"flip": "alternating"}, "flip is 'alternating'. Did you mean 'alternate'?"),
+        ({"crop_border": "reflection"}, "crop_border is 'reflection'. Did you mean 'reflect'?"),
+    ],
+)
+def test_unknown_words(wrong, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        Augment(**wrong)
+
+
+def test_a_smaller_image_keeps_the_memory_format():
+    images = torch.rand(2, 3, 8, 8)
+    assert resized(images, 4).is_contiguous()
+    last = images.contiguous(memory_format=torch.channels_last)
+    assert resized(last, 4).is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(resized(images, 4), resized(last, 4))

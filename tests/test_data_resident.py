@@ -66,6 +66,8 @@ def test_images_stay_in_memory_where_there_is_no_gpu_or_too_little_of_it(monkeyp
     assert resident.put(data, CPU, data.images.nbytes * 11) is not None
     asked = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: asked.append(device) or (0, 0))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0, raising=False)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
     assert resident.resident(data, "cuda:1") is None
     assert asked == [torch.device("cuda:1")]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from evenstep.errors import ConfigError
+from evenstep.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +37,15 @@ class Augment:
                 f"crop_padding is {self.crop_padding}; it must be 0 (no crop) or more pixels, such as "
                 "--crop-padding 4."
             )
+        for name, value, known in (
+            ("flip", self.flip, ("random", "alternate", "none")),
+            ("crop_border", self.crop_border, ("zeros", "reflect")),
+        ):
+            if value not in known:
+                raise ConfigError(
+                    f"{name} is {value!r}.{did_you_mean(str(value), known)} It must be one of "
+                    f"{', '.join(known)}; anything else would be taken for none of them."
+                )
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,12 +133,17 @@ def _padded(images: np.ndarray, padding: int, border: str) -> np.ndarray:
 
 
 def resized(images: torch.Tensor, size: int) -> torch.Tensor:
-    """Return float images (n, C, H, W) as (n, C, size, size): every pixel the mean of what it covers."""
+    """Return float images (n, C, H, W) as (n, C, size, size): every pixel the mean of what it covers.
+
+    The memory format stays that of ``images``.
+    """
     import torch
 
     if images.shape[2:] == (size, size):
         return images
-    return torch.nn.functional.adaptive_avg_pool2d(images, size).contiguous(memory_format=torch.channels_last)
+    is_last = images.is_contiguous(memory_format=torch.channels_last)
+    layout = torch.channels_last if is_last else torch.contiguous_format
+    return torch.nn.functional.adaptive_avg_pool2d(images, size).contiguous(memory_format=layout)
 
 
 def to_tensor(

@@ -38,8 +38,12 @@ def resident(arrays: ImageArrays, device: str) -> Resident | None:
     """Return the images on their GPU; None on a CPU, which has them in memory, and where they do not fit."""
     if not device.startswith("cuda"):
         return None
-    free_bytes, _ = torch.cuda.mem_get_info(torch.device(device))
-    return put(arrays, torch.device(device), free_bytes)
+    place = torch.device(device)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(place)
+    ask = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    if ask is not None:  # --gpu-memory-fraction; asked for since torch 2.8
+        free_bytes = min(free_bytes, int(ask(place) * total_bytes) - torch.cuda.memory_allocated(place))
+    return put(arrays, place, free_bytes)
 
 
 def put(arrays: ImageArrays, device: torch.device, free_bytes: int) -> Resident | None:
