@@ -6,6 +6,7 @@ from torch import nn
 
 from evenstep import models
 from evenstep.errors import ConfigError
+from evenstep.models import check_sizes
 
 
 @pytest.fixture
@@ -218,3 +219,17 @@ def test_net_has_the_bits_of_relu_before_pooling():
         torch.nn.functional.cross_entropy(outputs, torch.arange(16) % 10).backward()
         found.append([outputs, images.grad, *(p.grad for p in net.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "message"),
+    [
+        ("net", (16, 32), "--image-sizes has 2 sizes, and the last layer of the model net takes one only"),
+        ("whitenet", (8, 32), "whitenet needs images of at least 9x9 pixels, but these have 8x8"),
+    ],
+)
+def test_sizes_that_a_model_cannot_take(name, sizes, message):
+    with pytest.raises(ConfigError, match=message):
+        check_sizes(name, sizes)
+    check_sizes(name, (32, 32))
+    check_sizes("module:callable", sizes)

@@ -78,3 +78,11 @@ def test_hidden_weights_are_orthogonal_and_the_rest_has_its_own_rate():
 def test_default_rates():
     groups = optim.make_optimizer(WhiteNet(), "muon").param_groups
     assert [(group["name"], group["lr"]) for group in groups] == [("orthogonal", 0.24), ("all", 0.05)]
+
+
+def test_a_weight_of_zeros_is_no_division_by_zero():
+    weight = nn.Parameter(torch.zeros(3, 4))
+    weight.grad = torch.randn(3, 4)
+    Muon([{"params": [weight], "orthogonal": True}], lr=0.1).step()
+    assert weight.isfinite().all()
+    assert weight.abs().sum() > 0

@@ -29,7 +29,7 @@ from evenstep.errors import ConfigError
 from evenstep.evaluation import evaluate
 from evenstep.loop import Cadence, FitResult, fit
 from evenstep.metrics import classification, weights_sha256
-from evenstep.models import build, num_parameters
+from evenstep.models import build, check_sizes, num_parameters
 from evenstep.numerics import autocast
 from evenstep.objective import best_of, loss_of, metrics_of, own_metrics
 from evenstep.optim import make_optimizer, make_schedule
@@ -206,7 +206,10 @@ def _model(config: TrainConfig, source: Source) -> nn.Module:
     shape: dict[str, int] = {}
     if isinstance(source.train, ImageArrays):
         _, height, _, channels = source.train.images.shape
-        shape = {"in_channels": channels, "image_size": height}
+        sizes = _sizes(config)
+        check_sizes(config.model.model, sizes)
+        # A layer that fits one size fits the last one: the size of most steps, and of evaluation.
+        shape = {"in_channels": channels, "image_size": sizes[-1] if sizes else height}
     num_classes = 10 if source.classes is None else len(source.classes)
     return build(config.model.model, num_classes=num_classes, **shape)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from evenstep.errors import ConfigError, did_you_mean
 from evenstep.objects import import_object
 from evenstep.pooling import MaxPool2x2
 from evenstep.whitenet import WhiteNet
+
+_LEAST: Mapping[str, int] = {"net": 4, "resnet9": 8, "whitenet": 9}
+"""Side in pixels of the smallest images that leave something after the pooling layers."""
 
 
 class Net(nn.Module):
@@ -32,7 +36,7 @@ class Net(nn.Module):
 
     def __init__(self, num_classes: int = 10, in_channels: int = 3, image_size: int = 32) -> None:
         super().__init__()
-        _check_image_size("net", image_size, least=4)
+        _check_image_size("net", image_size)
         side = image_size // 4
         self.conv1 = nn.Conv2d(in_channels, 64, kernel_size=3, padding=1)
         self.conv2 = nn.Conv2d(64, 128, kernel_size=3, padding=1)
@@ -92,7 +96,7 @@ class ResNet9(nn.Module):
         self, num_classes: int = 10, in_channels: int = 3, image_size: int = 32, *, width: int = 32
     ) -> None:
         super().__init__()
-        _check_image_size("resnet9", image_size, least=8)
+        _check_image_size("resnet9", image_size)
         self.prep = _conv_block(in_channels, width)
         self.layer1 = nn.Sequential(_conv_block(width, 2 * width), MaxPool2x2(), Residual(2 * width))
         self.layer2 = nn.Sequential(_conv_block(2 * width, 4 * width), MaxPool2x2())
@@ -120,7 +124,23 @@ def _conv_block(in_channels: int, out_channels: int) -> nn.Sequential:
     )
 
 
-def _check_image_size(model: str, image_size: int, *, least: int) -> None:
+def check_sizes(spec: str, sizes: Sequence[int]) -> None:
+    """Check that a built-in model takes images of all these sizes (``--image-sizes``), in pixels.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if spec == "net" and len(set(sizes)) > 1:
+        raise ConfigError(
+            f"--image-sizes has {len(set(sizes))} sizes, and the last layer of the model net takes one only. "
+            "Give one size, or another model: --model resnet9 or --model whitenet."
+        )
+    for size in sizes:
+        _check_image_size(spec, size)
+
+
+def _check_image_size(model: str, image_size: int) -> None:
+    least = _LEAST.get(model, 0)
     if image_size < least:
         raise ConfigError(
             f"the model {model} needs images of at least {least}x{least} pixels, but these have "
@@ -150,7 +170,7 @@ def build(spec: str, *, num_classes: int, in_channels: int = 3, image_size: int 
     if spec == "resnet9":
         return resnet9(**known)
     if spec == "whitenet":
-        _check_image_size(spec, image_size, least=9)
+        _check_image_size(spec, image_size)
         return WhiteNet(num_classes, in_channels, image_size)
     if ":" not in spec:
         raise ConfigError(

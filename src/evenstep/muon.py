@@ -65,7 +65,7 @@ class Muon(optim.Optimizer):
                 buffer = state["momentum_buffer"].mul_(group["momentum"]).add_(gradient)
                 update = gradient.add(buffer, alpha=group["momentum"])
                 if group["orthogonal"]:
-                    p.mul_(len(p) ** 0.5 / p.norm())
+                    p.mul_(len(p) ** 0.5 / p.norm().clamp_min(1e-12))  # all zeros stay zeros
                     update = orthogonalised(update)
                 p.add_(update, alpha=-float(group["lr"]))
         return loss
