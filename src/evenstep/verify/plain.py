@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ class PlainTwin:
         self.losses: list[float] = []
         self.varies_by_lane: tuple[str, ...] = ()
         self._pair: Any = None
-        self._loss: Any = None
+        self._mean = math.nan
         self._options: list[dict[str, Any]] = []
 
     def before_step(self, state: Any, batch: Any, loss: Any) -> None:
@@ -38,30 +39,35 @@ class PlainTwin:
             self._pair = copy.deepcopy((state.model, state.optimizer))
             self._scaler = torch.amp.GradScaler(state.device.type, enabled=state.scaler.is_enabled())
             self.varies_by_lane = varying_layers(state.model)
-        self._loss = loss
         self._options = _options(state.optimizer)
+        self._forward_and_backward(state, batch, loss)
 
-    def after_step(self, state: Any, batch: Any, result: Any) -> None:
-        """Do the same step with the copy."""
-        if isinstance(state.schedule, Schedule):  # the step itself has set the learning rate
-            self._options = _options(state.optimizer)
+    def _forward_and_backward(self, state: Any, batch: Any, loss: Any) -> None:
+        # Before the step, like the run's own: a loss may look at the state, whose epoch a step can end.
         model, optimizer = self._pair
-        for group, options in zip(optimizer.param_groups, self._options, strict=True):
-            group.update(options)
         (part,) = batch.lanes
         with preserved_rng():
             seed_step(state.world.seed, batch.step, part.lane, state.device)
             optimizer.zero_grad()
             with state.autocast():
-                value = self._loss(model, to_device(part.data, state.device))
+                value = loss(model, to_device(part.data, state.device))
                 mean = value[0] / value[1] if isinstance(value, tuple) else value
             self._scaler.scale(mean).backward()
-            self._scaler.unscale_(optimizer)
-            if state.clip_norm is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), state.clip_norm)
-            self._scaler.step(optimizer)
-            self._scaler.update()
-        self.losses.append(float(mean.detach()))
+        self._mean = float(mean.detach())
+
+    def after_step(self, state: Any, batch: Any, result: Any) -> None:
+        """Take the step with the copy."""
+        if isinstance(state.schedule, Schedule):  # the step itself has set the learning rate
+            self._options = _options(state.optimizer)
+        model, optimizer = self._pair
+        for group, options in zip(optimizer.param_groups, self._options, strict=True):
+            group.update(options)
+        self._scaler.unscale_(optimizer)
+        if state.clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), state.clip_norm)
+        self._scaler.step(optimizer)
+        self._scaler.update()
+        self.losses.append(self._mean)
 
 
 def varying_layers(model: nn.Module) -> tuple[str, ...]:
