@@ -16,17 +16,24 @@ from evenstep import apart
 STEPS = ["--data", "digits", "--nproc", "1", "--threads", "1", "--device", "cpu", "--log-every", "1"]
 
 
-@pytest.fixture
-def command(tmp_path):
-    """``evenstep train`` in a session of its own, as from a terminal, once it has done its first step."""
+@contextlib.contextmanager
+def started(directory, **how):
+    """``evenstep train``, once it has done its first step."""
     words = [sys.executable, "-m", "evenstep", "train", *STEPS, "--epochs", "10000", "--run-dir", "run"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(words, cwd=tmp_path, start_new_session=True, **pipes) as process:
+    with subprocess.Popen(words, cwd=directory, **pipes, **how) as process:
         try:
             assert any(line.startswith("step 1/") for line in process.stdout)
             yield process
         finally:
             process.terminate()  # to no avail where it has ended
+
+
+@pytest.fixture
+def command(tmp_path):
+    """The command in a process group of its own, as a shell starts it in a terminal."""
+    with started(tmp_path, preexec_fn=os.setpgrp) as process:
+        yield process
 
 
 def launching(command):
@@ -66,6 +73,26 @@ def test_ctrl_z_holds_the_work_fg_goes_on_and_kill_stops_it(command, tmp_path):
     text, _ = command.communicate(timeout=60)
     assert command.returncode == 75, text
     assert saved(tmp_path)
+
+
+def test_ctrl_z_does_nothing_where_no_shell_could_say_fg(tmp_path):
+    with started(tmp_path, start_new_session=True) as command:
+        os.killpg(command.pid, signal.SIGTSTP)
+        assert any(line.startswith("step ") for line in command.stdout)
+        command.terminate()
+        text, _ = command.communicate(timeout=60)
+        assert command.returncode == 75, text
+
+
+def test_the_death_of_the_fork_server_is_one_of_all_workers_and_the_run_goes_on(command):
+    server = processes()[launching(command)][0]
+    os.kill(server, signal.SIGKILL)
+    lines = iter(command.stdout)
+    assert any("rank 0 died" in line for line in lines)
+    assert any(line.startswith("step ") for line in lines)
+    command.terminate()
+    text, _ = command.communicate(timeout=60)
+    assert command.returncode == 75, text
 
 
 def test_its_death_is_the_end_of_all(command):

@@ -24,6 +24,25 @@ def test_what_workers_print_arrives_where_stdout_leads(capfd):
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_stream_that_can_only_write_ends_nobody():
+    class Tee:
+        def __init__(self):
+            self.text = ""
+
+        def write(self, text):
+            self.text += text
+
+    def main(world):
+        for number in range(3):
+            print(number)
+        return "done"
+
+    tee = Tee()
+    with contextlib.redirect_stdout(tee):
+        assert launch(main, nproc=1, **CPU) == "done"
+    assert tee.text.split() == ["0", "1", "2"]
+
+
 class Listener(io.StringIO):
     """Tells when it is written to."""
 

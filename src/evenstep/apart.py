@@ -22,6 +22,8 @@ from evenstep import relay, world
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # Those of the fork server, which its children do not find out by themselves.
 _SERVER = ("_forkserver_address", "_forkserver_authkey")
+# What multiprocessing takes for the exit code of a process whose fork server is gone.
+_SERVER_DIED = 255
 
 
 def run(work: Callable[..., int], *args: Any) -> int:
@@ -47,20 +49,32 @@ def run(work: Callable[..., int], *args: Any) -> int:
     server.ensure_running()
     handed = {name: value for name, value in vars(server._forkserver).items() if name in _SERVER}
     ignored = {number for number in _PASSED_ON if signal.getsignal(number) == signal.SIG_IGN}
+    # By a pipe of our own: what the fork server would tell of the end comes too early when it dies itself.
+    told, tell = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("forkserver").Process(
-        target=_work, args=(work, args, world.environment(), ignored, handed)
+        target=_work, args=(work, args, world.environment(), ignored, handed, tell)
     )
     process.start()
-    with _signals_passed_on(process.pid or 0, ignored):
-        process.join()
-    code = process.exitcode or 0
-    if code >= 0:
+    tell.close()
+    with told, _signals_passed_on(process.pid or 0, ignored):
+        try:
+            code: int = told.recv()
+        except EOFError:
+            process.join()
+            code = process.exitcode or 0
+        else:
+            process.join()
+            return code
+    if code >= 0 and code != _SERVER_DIED:
         return code
+    how = (
+        f"was ended by {signal.Signals(-code).name}" if code < 0 else "was ended, and so was the fork server"
+    )
     sys.stderr.write(
-        f"evenstep: error: the launching process {process.pid} was ended by {signal.Signals(-code).name}. "
+        f"evenstep: error: the launching process {process.pid} {how}. "
         "The last checkpoint is good: run the same command with --resume to go on.\n"
     )
-    return 128 - code
+    return 128 - code if code < 0 else 128 + signal.SIGKILL
 
 
 @contextlib.contextmanager
@@ -73,13 +87,19 @@ def _signals_passed_on(pid: int, ignored: set[signal.Signals]) -> Iterator[None]
 
     def suspend(*_: object) -> None:
         send(signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGSTOP)
+        # The signal's own action, which does nothing where no shell could say fg: all goes on then.
+        handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTSTP)
+        signal.signal(signal.SIGTSTP, handler)
+        send(signal.SIGCONT)
 
     handlers: dict[int, Callable[..., None]] = {
         number: lambda number, _: send(number) for number in _PASSED_ON if number not in ignored
     }
     # Ctrl-Z in a terminal, and fg.
-    handlers |= {signal.SIGTSTP: suspend, signal.SIGCONT: lambda *_: send(signal.SIGCONT)}
+    handlers[signal.SIGCONT] = lambda *_: send(signal.SIGCONT)
+    if signal.getsignal(signal.SIGTSTP) != signal.SIG_IGN:
+        handlers[signal.SIGTSTP] = suspend
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
@@ -94,6 +114,7 @@ def _work(
     environment: Mapping[str, str],
     ignored: set[signal.Signals],
     server: Mapping[str, Any],
+    tell: Any,
 ) -> None:
     """What runs in the fork."""
     import multiprocessing
@@ -113,7 +134,9 @@ def _work(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
     world.replace_environment(environment)
     _share_server(server)
-    sys.exit(work(*args))
+    code = work(*args)
+    tell.send(code)
+    sys.exit(code)
 
 
 def _die_after(parent: Any) -> None:
@@ -125,10 +148,18 @@ def _die_after(parent: Any) -> None:
 def _share_server(server: Mapping[str, Any]) -> None:
     """Have this process start its own processes in the fork server that it comes from.
 
-    By the documentation of ``ensure_running`` it would anyway; up to Python 3.14 it starts a second one.
+    By the documentation of ``ensure_running`` it would anyway; up to Python 3.14 it starts a second one. That
+    is done only when the first, which is the parent of this process, has died.
     """
     import multiprocessing.forkserver
 
     own: Any = multiprocessing.forkserver
+    start, pid = own._forkserver.ensure_running, os.getppid()
+
+    def ensure_running() -> None:
+        if os.getppid() != pid:
+            start()
+
     vars(own._forkserver).update(server)
-    own._forkserver.ensure_running = own.ensure_running = lambda: None
+    own._forkserver.ensure_running = own.ensure_running = ensure_running
+    own.set_forkserver_preload(["evenstep.preload"])

@@ -14,6 +14,7 @@ import atexit
 import dataclasses
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import signal
 import socket
 import threading
@@ -224,7 +225,8 @@ def warm_up(threads: int | None = None) -> None:
     multiprocessing.set_forkserver_preload(["evenstep.preload"])
     variables = {"OMP_NUM_THREADS": str(threads or 1), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     # A signal to the whole group is for this process, which passes it on; the helpers must outlive it. What
-    # is blocked here stays blocked in them.
+    # is blocked here stays blocked in them. The resource tracker comes first: its start unblocks SIGTERM.
+    multiprocessing.resource_tracker.ensure_running()
     blocked = {signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:

@@ -105,6 +105,7 @@ def _pass_on(reader: int, stream: Any) -> None:
     decode = codecs.getincrementaldecoder("utf-8")("replace").decode
     with open(reader, "rb", buffering=0) as pipe:
         while data := pipe.read(1 << 16):
-            with contextlib.suppress(OSError, ValueError):  # closed meanwhile: there is nobody to tell
+            # Whatever the stream raises, there is nobody to tell; with nobody reading, the workers would end.
+            with contextlib.suppress(Exception):
                 stream.write(decode(data))
                 stream.flush()
