@@ -1,3 +1,4 @@
+import functools
 import json
 import multiprocessing
 import os
@@ -237,6 +238,60 @@ def test_a_survivor_is_not_ended_while_it_saves(undisturbed):
         return outcome(world)
 
     values = run_ranks(main, 2, lanes=4, fault=kill_at(1, 4), grace_s=0.5)
+    assert values == [(*undisturbed[:3], 1, 0)] * 2
+
+
+def saves_slowly(world):
+    """Have the snapshots of this start take so long that the process would end meanwhile."""
+    save = snapshot.save
+
+    def slowly(*args, **kwargs):
+        time.sleep(1.5)
+        return save(*args, **kwargs)
+
+    if world.restart == 0:
+        snapshot.save = slowly
+
+
+def phase_of(world, rank):
+    return world.recovery.pulse.beats.read()[rank].phase
+
+
+def test_a_survivor_whose_train_state_is_dropped_is_not_ended_while_it_saves(undisturbed):
+    """Main trains in a function of its own and goes on with something else, such as an export."""
+
+    def main(world):
+        saves_slowly(world)
+        result = outcome(world)
+        torch.distributed.barrier()
+        if world.restart == 0:
+            if world.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60)  # in Python: the signal's handler ends it
+        return result
+
+    values = run_ranks(main, 2, lanes=4)
+    assert values == [(*undisturbed[:3], 1, 0)] * 2
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_death_of_a_process_whose_main_has_returned_loses_nothing(is_kept, undisturbed):
+    """The others still are in main, with their TrainState or without."""
+
+    def main(world):
+        adam = functools.partial(torch.optim.Adam, lr=0.01)
+        state, _ = trained(world, optimizer=adam, ema_decay=0.9, clip_norm=1.0)
+        result = digest(state), state.train_loss, state.step, world.restart, world.recovery.steps_lost
+        if not is_kept:
+            del state
+        if world.restart == 0 and world.rank == 0:
+            while phase_of(world, 1) != Phase.DONE:
+                time.sleep(0.01)
+            os.kill(world.recovery.pulse.beats.read()[1].pid, signal.SIGKILL)
+            time.sleep(60)
+        return result
+
+    values = run_ranks(main, 2, lanes=4)
     assert values == [(*undisturbed[:3], 1, 0)] * 2
 
 

@@ -255,12 +255,21 @@ class Recovery:
         self.pulse.phase = Phase.DONE
         self.pulse.beat()
 
-    def peer_died(self) -> bool:
-        """Whether a process of this start and machine has ended without having done its part."""
+    @property
+    def is_leaving(self) -> bool:
+        """Whether a thread saves the state, and ends this process then."""
+        return self._leaving.is_set()
+
+    def peer_died(self, *, done_stay: bool) -> bool:
+        """Whether a process of this start and machine has ended without having done its part.
+
+        Args:
+            done_stay: whether one whose main has returned stays until all have, so that its end is a death.
+        """
         return any(
             beat.pid
             and beat.restart == self.restart
-            and beat.phase != Phase.DONE
+            and (done_stay or beat.phase != Phase.DONE)
             and not sharedmem.is_alive(beat.pid)
             for beat in self.pulse.beats.read()
         )

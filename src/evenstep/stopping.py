@@ -48,6 +48,7 @@ class Signals:
         self._recovery = recovery
         self._has_parent = has_parent
         self._raised = False
+        self._signalled = False
         self._pid = os.getpid()
         self._before: dict[signal.Signals, Any] = {}
         self._ended = threading.Event()
@@ -64,7 +65,7 @@ class Signals:
         threading.Thread(target=self._watch, name="evenstep-signals", daemon=True).start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         self._ended.set()
         if not self._before:
             return
@@ -75,6 +76,12 @@ class Signals:
         if self._has_parent:
             signal.signal(signal.SIGTERM, self._after_main)
         self._writer.close()  # the thread ends
+        if self._signalled and kind in (None, TerminatedError) and self._has_to_leave():
+            # A thread may be saving right now, and the end of the main thread would cut it off.
+            self._recovery.leave_if_possible()
+
+    def _has_to_leave(self) -> bool:
+        return self._recovery.is_leaving or self._recovery.peer_died(done_stay=self._has_parent)
 
     def _after_main(self, number: int, _: object) -> None:
         """End this process, whose main has ended before the others', and hand its state on if it has one."""
@@ -102,6 +109,7 @@ class Signals:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
+        self._signalled = True
         second = self._world.stop.is_set() and not self._has_parent
         self._world.stop.set()
         if self._ended.is_set() or self._raised or (self._recovery.can_stop and not second):
@@ -126,7 +134,7 @@ class Signals:
             now = pulse.step, pulse.phase
             if now != seen or pulse.saving or pulse.phase == Phase.SAVING:
                 seen, since = now, time.monotonic()
-            if died_at is None and self._recovery.peer_died():
+            if died_at is None and self._recovery.peer_died(done_stay=self._has_parent):
                 died_at = time.monotonic()
             stalled = time.monotonic() - since > _STALLED_S  # one of another machine has died
             if died_at is not None or stalled:
