@@ -70,7 +70,7 @@ def test_this_machine_and_its_interface():
         machines.is_here("no-such-host.invalid")
 
 
-def offer(number, nproc=2, *, lanes=None, threads=4, asked=False, **run):
+def offer(number, nproc=2, *, lanes=None, threads=4, asked=False, resume=False, **run):
     address = f"10.0.0.{number}"
     return Offer(
         address=address,
@@ -80,6 +80,7 @@ def offer(number, nproc=2, *, lanes=None, threads=4, asked=False, **run):
         lanes=lanes,
         threads=threads,
         threads_asked=asked,
+        resume=resume,
         run=run,
     )
 
@@ -91,6 +92,8 @@ def test_machines_settle_lanes_and_threads():
     assert settle([offer(1, threads=2, asked=True), offer(2)], None).threads == 2
     kept = Agreed(lanes=5, threads=4)
     assert settle([offer(1, threads=9)], kept) == kept
+    assert settle([offer(1), offer(2, resume=True)], kept) == kept  # it came later
+    assert settle([offer(1, resume=True), offer(2, resume=True)], None) == Agreed(lanes=4, threads=4)
 
 
 def test_machines_that_do_not_settle():
@@ -102,6 +105,10 @@ def test_machines_that_do_not_settle():
         settle([offer(1, mode="exact"), offer(2, mode="fast")], None)
     with pytest.raises(ConfigError, match=r"different threads: 3 on 10\.0\.0\.2, 4 on the run"):
         settle([offer(1), offer(2, threads=3, asked=True)], Agreed(lanes=4, threads=4))
+    with pytest.raises(
+        ConfigError, match=r"--resume was given on 10\.0\.0\.2, but not on 10\.0\.0\.1: .* or on none"
+    ):
+        settle([offer(1), offer(2, resume=True)], None)
     with pytest.raises(ConfigError, match=r"4 processes .* are above lanes 3.*--lanes 4"):
         settle([offer(1, lanes=3), offer(2)], None)
 

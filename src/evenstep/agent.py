@@ -251,6 +251,7 @@ class Run:
                 lanes=setting.lanes if "lanes" in asked else None,
                 threads=setting.threads,
                 threads_asked="threads" in asked,
+                resume=setting.resume,
                 run={"mode": setting.mode, "seed": str(setting.seed), "backend": setting.backend},
             )
 

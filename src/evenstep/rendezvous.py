@@ -75,6 +75,7 @@ class Offer:
         lanes: the lanes it was asked for; None for the default.
         threads: the threads per process that it would take.
         threads_asked: whether they were asked for.
+        resume: whether it is to go on from a checkpoint.
         run: further options that must be the same everywhere, as text by name.
     """
 
@@ -85,6 +86,7 @@ class Offer:
     lanes: int | None
     threads: int
     threads_asked: bool
+    resume: bool
     run: dict[str, str]
 
 
@@ -110,6 +112,13 @@ def settle(offers: list[Offer], before: Agreed | None) -> Agreed:
         asked = {o.address: _asked(o, name) for o in offers if _asked(o, name) is not None}
         if len(set(asked.values())) > 1:
             raise ConfigError(_differ(name, asked))
+    resuming = [o.address for o in offers if o.resume]
+    if before is None and 0 < len(resuming) < len(offers):  # a machine that comes later takes what there is
+        others = [o.address for o in offers if not o.resume]
+        raise ConfigError(
+            f"--resume was given on {', '.join(resuming)}, but not on {', '.join(others)}: only some of the "
+            "machines would go on from a checkpoint. Give --resume on all of them, or on none."
+        )
     threads = {o.address: o.threads for o in offers if o.threads_asked}
     if before is not None:
         threads["the run"] = before.threads
