@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import types
 from pathlib import Path
 
@@ -217,6 +218,17 @@ def test_a_stop_that_was_asked_for_on_another_machine_is_no_failure_of_it(monkey
     stopped = failure.record(StoppedError("asked to stop: all ranks stopped after step 4"), 1)
     assert stopped.secondary
     assert told(failure.First(1, 0.0, 75, stopped), speaks) is None
+
+
+def test_the_workers_have_left_when_the_agent_restarts_them_for_a_machine_that_came():
+    """The agent's SIGTERM would come into the middle of their snapshots."""
+    told = []
+    calls = types.SimpleNamespace(on_lost=lambda *args: told.append(args))
+    meeting = types.SimpleNamespace(_heard=time.monotonic(), _lost=None, _waiting=0, _calls=calls)
+    assert (rendezvous.Meeting.num_nodes_waiting(meeting), told) == (0, [])
+    meeting._waiting = 1
+    assert rendezvous.Meeting.num_nodes_waiting(meeting) == 1
+    assert told == [("1 machine came to take part", True)]  # True: it waits
 
 
 def test_a_checkpoint_that_not_all_machines_have(tmp_path):

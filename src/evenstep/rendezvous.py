@@ -264,7 +264,9 @@ class Meeting(RendezvousHandler):
             raise HostLostError(self._lost) from None
 
     def num_nodes_waiting(self) -> int:
-        """Return how many machines wait to take part. Never blocks.
+        """Return how many machines wait to take part, after which torch's agent ends the workers by SIGTERM.
+
+        They have saved and left by then, or have had time for it. Never waits for another machine.
 
         Raises:
             HostLostError: the endpoint is gone; the workers have been told before.
@@ -275,7 +277,10 @@ class Meeting(RendezvousHandler):
         if self._lost is not None:
             self._calls.on_lost(self._lost, True)
             raise HostLostError(self._lost)
-        return self._waiting
+        waiting = self._waiting
+        if waiting:
+            self._calls.on_lost(f"{waiting} machine{'s' * (waiting > 1)} came to take part", True)
+        return waiting
 
     def is_closed(self) -> bool:
         """Whether the run has ended for all machines."""
@@ -473,7 +478,6 @@ class Meeting(RendezvousHandler):
             self._report("the run has failed on another machine")
         waiting = self._handler.num_nodes_waiting()
         if waiting and members == self._members and self._calls.may_admit():
-            self._report(f"{waiting} machine{'s' * (waiting > 1)} came to take part")
             self._waiting = waiting
 
     def _report(self, text: str) -> None:
