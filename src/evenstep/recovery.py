@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import multiprocessing
 import os
 import sys
@@ -320,7 +321,9 @@ class Recovery:
         cause = read_cause(self.directory, self.restart)
         where = f"step {restored} of {origin}" if restored else origin
         text = "the workers were started again" if cause is None else f"{cause.text} after step {highest}"
-        took = "" if cause is None else f" after {time.time() - cause.time:.2f} s"
+        took = ""
+        if cause is not None and math.isfinite(cause.time):
+            took = f" after {time.time() - cause.time:.2f} s"
         gone = f"; {lost} steps are done again" if lost else ""
         with open(self.directory / _HISTORY, "a", encoding="utf-8") as file:
             file.write(json.dumps({"restart": self.restart, "step": restored, "lost": lost}) + "\n")
