@@ -163,6 +163,8 @@ def test_a_second_ctrl_c_ends_at_once_and_leaves_nothing(tmp_path):
         assert directory.stat().st_mode & 0o777 == 0o700
         everybody = descendants(process.pid)
         process.send_signal(signal.SIGINT)
+        time.sleep(0.02)  # also from the command's own process, when a signal is sent to all by their name
+        process.send_signal(signal.SIGINT)
         time.sleep(0.5)
         assert process.poll() is None  # it waits for the end of the step
         process.send_signal(signal.SIGINT)

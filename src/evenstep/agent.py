@@ -56,6 +56,8 @@ _SPEC_LOCK = threading.Lock()
 MAX_RESTARTS = 3
 # The last one is torch's agent's, which wants at least one.
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
+_SAME_S = 0.2
+"""A second SIGINT within so many seconds is the first one: sent to every process, it comes here twice."""
 
 
 class _FewerError(Exception):
@@ -109,6 +111,7 @@ class Run:
         self._plan = plan
         self._stopped = False
         self._signal: signal.Signals | None = None
+        self._signal_at = 0.0
         self._is_killed = False
         self._hang: health.Hang | None = None
         self._told: tuple[int, health.Hang] | None = None
@@ -561,12 +564,12 @@ class Run:
     def _on_signal(self, number: int, _: object) -> None:
         # No lock may be taken here: the main thread may hold it.
         if self._signal is None:
-            self._signal = signal.Signals(number)
+            self._signal, self._signal_at = signal.Signals(number), time.monotonic()
             grace_s = self._time_to_stop_s
             work: Callable[[], None] = functools.partial(
                 self.server.ask_to_stop, number, grace_s, self._is_saving
             )
-        elif number == self._signal == signal.SIGINT:
+        elif number == self._signal == signal.SIGINT and time.monotonic() - self._signal_at > _SAME_S:
             self._is_killed = True
             work = self.server.kill
         else:  # Slurm and others send SIGTERM after SIGUSR1; it is the same wish
