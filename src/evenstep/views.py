@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from evenstep.data.augment import resized
+from evenstep.data.augment import memory_format_of, resized
 from evenstep.errors import ConfigError
 
 Result = TypeVar("Result")
@@ -49,9 +48,7 @@ class Views(nn.Module):
         height, width = images.shape[2:]
         padded = functional.pad(images, (1, 1, 1, 1), mode="reflect")
         shifted = [padded[:, :, i : i + height, i : i + width] for i in (0, 2)]
-        is_last = images.is_contiguous(memory_format=torch.channels_last)
-        layout = torch.channels_last if is_last else torch.contiguous_format
-        views = [view.contiguous(memory_format=layout) for view in shifted]
+        views = [view.contiguous(memory_format=memory_format_of(images)) for view in shifted]
         return total / 2 + (self._both_ways(views[0]) + self._both_ways(views[1])) / 4
 
     def _both_ways(self, images: Tensor) -> Tensor:

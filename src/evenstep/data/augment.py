@@ -141,9 +141,16 @@ def resized(images: torch.Tensor, size: int) -> torch.Tensor:
 
     if images.shape[2:] == (size, size):
         return images
+    smaller = torch.nn.functional.adaptive_avg_pool2d(images, size)
+    return smaller.contiguous(memory_format=memory_format_of(images))
+
+
+def memory_format_of(images: torch.Tensor) -> torch.memory_format:
+    """Return how images (n, C, H, W) lie in memory: channels_last if they could be that, else contiguous."""
+    import torch
+
     is_last = images.is_contiguous(memory_format=torch.channels_last)
-    layout = torch.channels_last if is_last else torch.contiguous_format
-    return torch.nn.functional.adaptive_avg_pool2d(images, size).contiguous(memory_format=layout)
+    return torch.channels_last if is_last else torch.contiguous_format
 
 
 def to_tensor(
