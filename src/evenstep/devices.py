@@ -321,3 +321,13 @@ def holders(number: int, use: GpuUse) -> str:
         for p in use.processes
     )
     return f"{used} is held by {who}"
+
+
+def own_share(device: str) -> float | None:
+    """Return this process's share of a GPU's memory (``--gpu-memory-fraction``); None if it is not known."""
+    import torch
+
+    ask = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    with contextlib.suppress(RuntimeError, AssertionError):
+        return None if ask is None else float(ask(device))
+    return None

@@ -163,18 +163,11 @@ def _advice(world: World) -> str:
     )
     if world.device == "cpu":
         return f"{lanes}; or use a smaller --batch-size or fewer processes."
-    share = _own_share(world)
+    share = devices.own_share(world.device)
     if share is not None and share < 1:
         raised = f"raise this run's own limit (--gpu-memory-fraction; now {share:g} for this process)"
         return f"{lanes}; or use --precision bf16, or {raised}."
     return f"{lanes}; or use --precision bf16, or --gpus idle for GPUs that nobody uses."
-
-
-def _own_share(world: World) -> float | None:
-    ask = getattr(torch.cuda, "get_per_process_memory_fraction", None)
-    with contextlib.suppress(RuntimeError, AssertionError):
-        return None if ask is None else float(ask(world.device))
-    return None
 
 
 def _holders(world: World, query: Callable[[], Sequence[GpuUse]]) -> str:

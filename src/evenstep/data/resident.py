@@ -16,6 +16,7 @@ from torch import Tensor
 
 from evenstep.data.augment import Augment, check_border, places, to_tensor
 from evenstep.data.cache import ImageArrays
+from evenstep.devices import own_share
 
 FREE_SHARE = 0.1
 """Images are kept on a GPU if they take no more than this share of its free memory."""
@@ -40,9 +41,9 @@ def resident(arrays: ImageArrays, device: str) -> Resident | None:
         return None
     place = torch.device(device)
     free_bytes, total_bytes = torch.cuda.mem_get_info(place)
-    ask = getattr(torch.cuda, "get_per_process_memory_fraction", None)
-    if ask is not None:  # --gpu-memory-fraction; asked for since torch 2.8
-        free_bytes = min(free_bytes, int(ask(place) * total_bytes) - torch.cuda.memory_allocated(place))
+    share = own_share(device)
+    if share is not None:
+        free_bytes = min(free_bytes, int(share * total_bytes) - torch.cuda.memory_allocated(place))
     return put(arrays, place, free_bytes)
 
 
