@@ -78,15 +78,21 @@ def augment(images: np.ndarray, ids: np.ndarray, *, seed: int, epoch: int, optio
     Returns:
         uint8 (n, H, W, C), a new array.
     """
-    _, height, width, _ = images.shape
+    import torch
+
+    n, height, width, channels = images.shape
     found = places(ids, seed=seed, epoch=epoch, options=options)
     padded = _padded(images, options.crop_padding, options.crop_border)
-    result = np.empty_like(images, order="C", subok=False)
-    # Slices of whole rows: faster than one fancy index over all pixels, which walks them one by one.
-    columns = zip(found.tops.tolist(), found.lefts.tolist(), found.flips.tolist(), strict=True)
-    for i, (top, left, flip) in enumerate(columns):
-        window = padded[i, top : top + height, left : left + width]
-        result[i] = window[:, ::-1] if flip else window
+    # Every row of every possible window as one value, so that a window is copied row by row and not pixel by
+    # pixel; and torch's flip, which mirrors rows of pixels three times as fast as NumPy does.
+    rows = np.ndarray(
+        (n, padded.shape[1] - height + 1, padded.shape[2] - width + 1, height),
+        dtype=f"V{width * channels}",
+        buffer=padded,
+        strides=(padded.strides[0], padded.strides[1], padded.strides[2], padded.strides[1]),
+    )
+    result = rows[np.arange(n), found.tops, found.lefts].view(np.uint8).reshape(n, height, width, channels)
+    result[found.flips] = torch.from_numpy(result[found.flips]).flip(2).numpy()
     return result
 
 
