@@ -30,6 +30,7 @@ LAYERS = {
         "log",
         "guests",
         "devices",
+        "precision",
     ],
     "sums": ["tree", "collectives"],
     "parts": [
@@ -102,6 +103,8 @@ LAYERS = {
     ],
     "face": [
         "rundir",
+        "flags",
+        "needs",
         "options",
         "inspection",
         "pages",
@@ -123,6 +126,8 @@ NO_TORCH = [
     "machines",
     "objects",
     "rundir",
+    "flags",
+    "needs",
     "options",
     "cli",
     "__main__",

@@ -95,10 +95,6 @@ def test_evaluate_keeps_the_number_of_samples_for_itself():
             {"metrics": "accuracy"},
             "metrics is 'accuracy'; it must name a function .*--metrics my_project:metrics",
         ),
-        (
-            {"loss": "a:b", "label_smoothing": 0.1},
-            "label_smoothing is 0.1, and the loss is a:b.*Leave out --lab",
-        ),
     ],
 )
 def test_what_the_options_refuse(values, message):

@@ -17,6 +17,7 @@ from evenstep import options
 from evenstep import world as worlds
 from evenstep.config import TrainConfig, from_flat, to_flat, write_toml
 from evenstep.errors import ConfigError, EvenstepError, MemoryExhaustedError, did_you_mean
+from evenstep.flags import wants_help
 from evenstep.rundir import open_run_dir, rank_0_is_here
 
 HELP = """\
@@ -137,7 +138,7 @@ def _dispatch(words: list[str], run: Runner) -> int:
 
 def train(argv: Sequence[str], run: Runner = _here) -> int:
     """Run ``evenstep train``. Under torchrun every process runs this, and rank 0 speaks."""
-    if options.wants_help(argv):
+    if wants_help(argv):
         options.parse(argv)
     options.check_flags(argv)  # a mistyped flag is the likeliest error; no fork server for it
     place = begin()

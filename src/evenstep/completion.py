@@ -20,6 +20,7 @@ from evenstep.bench.command import BenchOptions
 from evenstep.config import TrainConfig, field_groups
 from evenstep.doctor.examine import DoctorOptions
 from evenstep.errors import ConfigError, did_you_mean
+from evenstep.flags import wants_help
 from evenstep.inspection import ACTIONS
 from evenstep.verify.command import REFUSED as NOT_IN_VERIFY
 from evenstep.verify.command import VerifyOptions
@@ -77,7 +78,7 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: the shell is unknown.
     """
-    if options.wants_help(argv):
+    if wants_help(argv):
         sys.stdout.write(HELP)
         return 0
     if len(argv) != 1 or argv[0] not in SHELLS:
@@ -123,7 +124,7 @@ def _app() -> SubcommandApp:
         """No flags."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Show(options._TrainFlags):
+    class Show(options.TrainFlags):
         toml: bool = False
         """Print a file for --config."""
 
@@ -135,7 +136,7 @@ def _app() -> SubcommandApp:
     }
     return group(
         {
-            "train": options._TrainFlags,
+            "train": options.TrainFlags,
             "eval": options.EvalOptions,
             "config": group({"show": Show}),
             "checkpoint": group(checkpoint),

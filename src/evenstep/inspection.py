@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evenstep.errors import CheckpointError, ConfigError, did_you_mean
-from evenstep.options import scan_flags, wants_help
+from evenstep.flags import scan_flags, wants_help
 
 if TYPE_CHECKING:
     from evenstep.checkpoint import CheckpointInfo

@@ -11,7 +11,7 @@ import typing
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from evenstep import world as worlds
 from evenstep.config import (
@@ -28,7 +28,9 @@ from evenstep.config import (
     read_toml,
     to_flat,
 )
-from evenstep.errors import CheckpointError, ConfigError, did_you_mean
+from evenstep.errors import CheckpointError, ConfigError
+from evenstep.flags import keys_of, read_flags, scan_flags, wants_help
+from evenstep.needs import without_effect
 from evenstep.recipes import recipe_values
 from evenstep.rundir import RUNS, checkpoints, newest_run
 
@@ -68,7 +70,7 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TrainFlags:
+class TrainFlags:
     """Train and evaluate a model with data parallelism; the same bits on any number of processes."""
 
     # TrainConfig's groups without its checks across groups: a flag may put right what a file alone has wrong.
@@ -118,14 +120,6 @@ class EvalOptions:
     """Print only the result and errors."""
 
 
-Flags = TypeVar("Flags")
-
-
-def wants_help(argv: Sequence[str]) -> bool:
-    """Return whether the command line asks for the help text."""
-    return "-h" in argv or "--help" in argv
-
-
 def parse(argv: Sequence[str], command: str = "train") -> Options:
     """Return the options that a command line means. Reads files, writes none.
 
@@ -140,9 +134,9 @@ def parse(argv: Sequence[str], command: str = "train") -> Options:
     """
     prog = f"evenstep {command}"
     if wants_help(argv):
-        return _to_options(_tyro(_TrainFlags, argv, prog, _TrainFlags()), {}, ())
-    given = scan_flags(argv, _keys(_TrainFlags), prog)
-    flags = _TrainFlags()
+        return _to_options(read_flags(TrainFlags, argv, prog, TrainFlags()), {}, ())
+    given = scan_flags(argv, keys_of(TrainFlags), prog)
+    flags = TrainFlags()
     sources: dict[str, str] = {}
     notes: list[str] = []
 
@@ -174,10 +168,40 @@ def parse(argv: Sequence[str], command: str = "train") -> Options:
     flags = _put(flags, file, str(path))
     sources |= dict.fromkeys(file, f"file {path}")
 
-    flags = _tyro(_TrainFlags, argv, prog, flags)
+    flags = read_flags(TrainFlags, argv, prog, flags)
     sources |= dict.fromkeys(given, "flag")
-    options = _to_options(flags, sources, tuple(notes))
+    options = _with_effect(_to_options(flags, sources, tuple(notes)), said=_said(file) | given.keys())
     return make_smoke(options) if options.config.run.smoke_test else options
+
+
+def _said(file: Mapping[str, Any]) -> set[str]:
+    """Return the keys that somebody has set: a run's config.toml has the defaults as well."""
+    if not _is_whole(file):
+        return set(file)
+    defaults = to_flat(TrainConfig())
+    return {key for key, value in file.items() if value != defaults[key]}
+
+
+def _with_effect(options: Options, *, said: Collection[str]) -> Options:
+    """Return the options without those that do nothing beside the others; see :mod:`evenstep.needs`.
+
+    Args:
+        options: the options.
+        said: which of those that a file or a flag sets somebody has set.
+
+    Raises:
+        ConfigError: one was given that does nothing.
+    """
+    sources = {
+        key: "default" if source.startswith("file") and key not in said else source
+        for key, source in options.sources.items()
+    }
+    left_out, notes = without_effect(to_flat(options.config), sources, place=worlds.placement())
+    return Options(
+        config=from_flat(left_out, options.config),
+        sources=options.sources | dict.fromkeys(left_out, "default"),
+        notes=(*options.notes, *notes),
+    )
 
 
 def _is_whole(values: Mapping[str, Any]) -> bool:
@@ -187,15 +211,15 @@ def _is_whole(values: Mapping[str, Any]) -> bool:
 
 def check_flags(argv: Sequence[str]) -> None:
     """Raise ConfigError if a flag of ``evenstep train`` is unknown or lacks its value. Takes no time."""
-    scan_flags(argv, _keys(_TrainFlags), "evenstep train")
+    scan_flags(argv, keys_of(TrainFlags), "evenstep train")
 
 
 def parse_eval(argv: Sequence[str]) -> EvalOptions:
     """Return the options of ``evenstep eval``; errors as :func:`parse`."""
     prog = "evenstep eval"
     if not wants_help(argv):
-        scan_flags(argv, _keys(EvalOptions), prog)
-    options = _tyro(EvalOptions, argv, prog, EvalOptions())
+        scan_flags(argv, keys_of(EvalOptions), prog)
+    options = read_flags(EvalOptions, argv, prog, EvalOptions())
     if (options.run_dir is None) == (options.checkpoint is None):
         raise ConfigError(
             f"{prog} needs one of --run-dir and --checkpoint, and got "
@@ -210,8 +234,8 @@ def parse_doctor(argv: Sequence[str]) -> DoctorOptions:
     from evenstep.doctor.examine import DoctorOptions
 
     if not wants_help(argv):
-        scan_flags(argv, _keys(DoctorOptions), "evenstep doctor")
-    return _tyro(DoctorOptions, argv, "evenstep doctor", DoctorOptions())
+        scan_flags(argv, keys_of(DoctorOptions), "evenstep doctor")
+    return read_flags(DoctorOptions, argv, "evenstep doctor", DoctorOptions())
 
 
 def eval_config(options: EvalOptions) -> tuple[TrainConfig, Path]:
@@ -252,7 +276,17 @@ def eval_config(options: EvalOptions) -> tuple[TrainConfig, Path]:
     if values.get("threads") is None and (lanes := values.get("lanes")):
         values["threads"] = worlds.default_threads(lanes)
     values |= {"lanes": None, "run_dir": None}
-    return from_flat(values, where=str(path)), checkpoint
+    config = from_flat(values, where=str(path))
+    left_out, _ = without_effect(to_flat(config), _eval_sources(options, values), place=worlds.placement())
+    return from_flat(left_out, config), checkpoint
+
+
+def _eval_sources(options: EvalOptions, values: Mapping[str, Any]) -> dict[str, str]:
+    """Return where each of the values comes from that evaluate a checkpoint."""
+    given = {f.name for f in dataclasses.fields(options) if getattr(options, f.name) != f.default}
+    return {
+        key: "flag" if key in given else "default" if key in MOMENT else "run directory" for key in values
+    }
 
 
 def launch_options(config: TrainConfig, leave_out: Collection[str] = ()) -> dict[str, Any]:
@@ -292,49 +326,10 @@ def launch_options(config: TrainConfig, leave_out: Collection[str] = ()) -> dict
     return {key: value for key, value in found.items() if key not in leave_out}
 
 
-def scan_flags(argv: Sequence[str], keys: Mapping[str, bool], prog: str) -> dict[str, str | bool]:
-    """Return the flags that are on a command line: ``{key: text, or True or False for a switch}``.
-
-    Args:
-        argv: the words.
-        keys: every key, and whether it is a switch (``--x`` / ``--no-x``).
-        prog: the command, for the messages.
-
-    Raises:
-        ConfigError: a flag is unknown or has no value, or a word belongs to no flag.
-    """
-    found: dict[str, str | bool] = {}
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        name, equals, value = word.partition("=")
-        key = name.removeprefix("--").replace("-", "_")
-        if not name.startswith("--"):
-            raise ConfigError(f"{prog}: {word!r} belongs to no flag. `{prog} --help` lists all flags.")
-        if keys.get(key) or keys.get(key.removeprefix("no_")):
-            if equals:
-                plain = key.removeprefix("no_").replace("_", "-")
-                raise ConfigError(
-                    f"{prog}: {name} takes no value, and got {value!r}. Use --{plain} or --no-{plain}."
-                )
-            found[key.removeprefix("no_")] = key in keys
-        elif key in keys:
-            if not equals and (not words or words[0].partition("=")[0] in _spellings(keys)):
-                raise ConfigError(f"{prog}: {name} needs a value. `{prog} --help` says which.")
-            found[key] = value if equals else words.pop(0)
-        else:
-            hint = did_you_mean("--" + key.replace("_", "-"), _spellings(keys))
-            raise ConfigError(
-                f"{prog}: unknown flag {name}.{hint} A mistyped flag would silently leave a default in "
-                f"place. `{prog} --help` lists all flags."
-            )
-    return found
-
-
 def make_smoke(options: Options) -> Options:
     """Return options for a few steps of everything in seconds; what was asked for by name stays."""
     wanted = dict(SMOKE)
-    if options.config.data.data == "auto":
+    if options.config.data.data == "auto" and options.sources["data_dir"] == "default":
         wanted["data"] = "digits"
     changed = {key: value for key, value in wanted.items() if options.sources[key] == "default"}
     told = ", ".join(f"{key} {value}" for key, value in changed.items())
@@ -364,14 +359,14 @@ def resumable_values(run_dir: Path) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in MOMENT}
 
 
-def _to_options(flags: _TrainFlags, sources: Mapping[str, str], notes: tuple[str, ...]) -> Options:
+def _to_options(flags: TrainFlags, sources: Mapping[str, str], notes: tuple[str, ...]) -> Options:
     config = TrainConfig(**{f.name: getattr(flags, f.name) for f in dataclasses.fields(TrainConfig)})
     return Options(
         config=config, sources={key: sources.get(key, "default") for key in field_groups()}, notes=notes
     )
 
 
-def _put(flags: _TrainFlags, values: Mapping[str, Any], where: str) -> _TrainFlags:
+def _put(flags: TrainFlags, values: Mapping[str, Any], where: str) -> TrainFlags:
     groups = field_groups()
     changed: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
@@ -385,20 +380,4 @@ def _put(flags: _TrainFlags, values: Mapping[str, Any], where: str) -> _TrainFla
         raise ConfigError(f"{where}: {error}") from None
 
 
-def _keys(flags: Any) -> dict[str, bool]:
-    """Return every key of a class of flags, groups opened, and whether it is a switch."""
-    keys: dict[str, bool] = {}
-    for name, hint in typing.get_type_hints(flags).items():
-        keys |= _keys(hint) if dataclasses.is_dataclass(hint) else {name: hint is bool}
-    return keys
-
-
-def _spellings(keys: Mapping[str, bool]) -> list[str]:
-    names = [*keys, *(f"no_{key}" for key, switch in keys.items() if switch)]
-    return [f"--{spelling}" for name in names for spelling in dict.fromkeys((name.replace("_", "-"), name))]
-
-
-def _tyro(flags: type[Flags], argv: Sequence[str], prog: str, default: Flags) -> Flags:
-    import tyro
-
-    return tyro.cli(flags, args=list(argv), prog=prog, default=default, config=(tyro.conf.OmitArgPrefixes,))
+_tyro, _keys, _TrainFlags = read_flags, keys_of, TrainFlags  # for bench.command, until it has the new names

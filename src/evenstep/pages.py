@@ -12,7 +12,7 @@ import tyro
 
 from evenstep import report
 from evenstep.errors import ConfigError
-from evenstep.options import scan_flags
+from evenstep.flags import scan_flags
 from evenstep.watch import Watcher
 
 Runs = Annotated[tuple[str, ...], tyro.conf.Positional]

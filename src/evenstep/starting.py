@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from evenstep.errors import ConfigError, MachineError
-from evenstep.options import wants_help
+from evenstep.flags import wants_help
 
 HELP = """\
 usage: evenstep init [DIR]

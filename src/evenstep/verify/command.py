@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from evenstep import cli, options
+from evenstep import cli, flags, options
 from evenstep import world as worlds
 from evenstep.config import TrainConfig, check_batch_size, from_flat
 from evenstep.errors import ConfigError
@@ -114,11 +114,11 @@ def parse(argv: Sequence[str]) -> tuple[VerifyOptions, TrainConfig, list[int], l
         ConfigError: a flag or a value is wrong.
         SystemExit: the help was printed (0), or a value does not fit its flag (2).
     """
-    if options.wants_help(argv):
-        options._tyro(VerifyOptions, argv, PROG, VerifyOptions())
-    train_keys = options._keys(options._TrainFlags)
-    own_keys = options._keys(VerifyOptions)
-    found = options.scan_flags(argv, {**train_keys, **own_keys}, PROG)
+    if flags.wants_help(argv):
+        flags.read_flags(VerifyOptions, argv, PROG, VerifyOptions())
+    train_keys = flags.keys_of(options.TrainFlags)
+    own_keys = flags.keys_of(VerifyOptions)
+    found = flags.scan_flags(argv, {**train_keys, **own_keys}, PROG)
     for key in REFUSED:
         if key in found:
             raise ConfigError(
@@ -126,7 +126,9 @@ def parse(argv: Sequence[str]) -> tuple[VerifyOptions, TrainConfig, list[int], l
                 "writes no files. Leave it out."
             )
     own, rest = _split(found)
-    asked = options._tyro(VerifyOptions, own, PROG, VerifyOptions())
+    if "main" in found:
+        _check_main(found, own_keys)
+    asked = flags.read_flags(VerifyOptions, own, PROG, VerifyOptions())
     sizes = _numbers("nproc", asked.nproc, least=1)
     seeds = [] if asked.hash_seeds == "none" else _numbers("hash_seeds", asked.hash_seeds, least=0)
     lanes = asked.lanes or max(sizes)
@@ -138,6 +140,17 @@ def parse(argv: Sequence[str]) -> tuple[VerifyOptions, TrainConfig, list[int], l
     config = options.parse(rest, "verify").config
     # Its own command line has --nproc and --lanes in another sense; a --config file may have them, too.
     return asked, from_flat({"nproc": 1, "lanes": None, "steps": None, "run_dir": None}, config), sizes, seeds
+
+
+def _check_main(found: Mapping[str, str | bool], own_keys: Mapping[str, bool]) -> None:
+    """Raise ConfigError if a flag is given that a loop of the user's own does not look at."""
+    known = {*own_keys, "config", *options.launch_options(TrainConfig())}
+    for key in found:
+        if key not in known:
+            raise ConfigError(
+                f"--{key.replace('_', '-')} does nothing with --main: a loop of your own has its own model, "
+                "data and optimizer. Leave it out, or write it into the loop."
+            )
 
 
 def _split(found: Mapping[str, str | bool]) -> tuple[list[str], list[str]]:
