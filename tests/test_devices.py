@@ -222,15 +222,3 @@ def test_idle_without_nvml_says_what_to_install(monkeypatch):
 
 def test_a_process_that_is_gone_has_no_user():
     assert devices._user(2**22 + 1) == "unknown user"
-
-
-def test_the_instructions_for_bfloat16(tmp_path):
-    cpuinfo = tmp_path / "cpuinfo"
-    for flags, found in (
-        ("fpu avx512f avx512_bf16", "avx512_bf16"),
-        ("fpu avx512_bf16 amx_bf16", "amx_bf16"),
-        ("fpu avx2", None),
-    ):
-        cpuinfo.write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
-        assert devices.bf16_instructions(cpuinfo) == found
-    assert devices.bf16_instructions(tmp_path / "none") is None

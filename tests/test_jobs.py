@@ -23,18 +23,3 @@ DECODED = ImageArrays(np.zeros((4, 8, 8, 3), np.uint8), np.zeros(4, np.int64))
 def test_the_memory_format_follows_from_data_and_model(train, options, memory_format):
     source = Source("some", train, None, None)
     assert jobs._loading(from_flat(options), source)["memory_format"] == memory_format
-
-
-@pytest.mark.parametrize(
-    ("precision", "device", "instructions", "expected"),
-    [
-        ("fp32", "cpu", "avx512_bf16", "this CPU has avx512_bf16, with which --precision bf16"),
-        ("fp32", "cpu", None, None),
-        ("fp32", "cuda", "avx512_bf16", None),
-        ("bf16", "cpu", "avx512_bf16", None),
-    ],
-)
-def test_a_faster_precision_is_named_and_not_chosen(precision, device, instructions, expected, monkeypatch):
-    monkeypatch.setattr(jobs, "bf16_instructions", lambda: instructions)
-    found = jobs._precision_note(from_flat({"precision": precision}), device)
-    assert found is None if expected is None else expected in found

@@ -1,23 +1,30 @@
+import copy
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
-from evenstep import optim
+from evenstep import TrainState, optim
+from evenstep.checkpoint import Checkpoint
 from evenstep.muon import Muon, orthogonalised
 from evenstep.whitenet import WhiteNet
+from evenstep.world import World
 
 
+@pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("shape", [(8, 40), (40, 8), (6, 4, 3, 3)])
-def test_singular_values_are_brought_near_1_and_the_directions_stay(shape):
+def test_singular_values_are_brought_near_1_and_the_directions_stay(shape, bf16):
     torch.manual_seed(0)
     update = torch.randn(shape)
-    result = orthogonalised(update)
+    result = orthogonalised(update, bf16=bf16)
     assert (result.shape, result.dtype) == (update.shape, torch.float32)
     u, s, vh = torch.linalg.svd(result.flatten(1), full_matrices=False)
     assert s.min() > 0.3
     assert s.max() < 1.6
     expected, _, expected_vh = torch.linalg.svd(update.flatten(1), full_matrices=False)
-    torch.testing.assert_close(u @ vh, expected @ expected_vh, atol=0.1, rtol=0)
+    torch.testing.assert_close(u @ vh, expected @ expected_vh, atol=0.1 if bf16 else 1e-4, rtol=0)
+    assert torch.equal(result, result.bfloat16().float()) == bf16
 
 
 def test_a_step_scales_the_weight_and_follows_the_orthogonal_momentum():
@@ -32,6 +39,34 @@ def test_a_step_scales_the_weight_and_follows_the_orthogonal_momentum():
         buffer = 0.5 * buffer + gradient
         start = start * 5**0.5 / start.norm() - 0.1 * orthogonalised(gradient + 0.5 * buffer)
     torch.testing.assert_close(weight.detach(), start)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_steps_are_made_orthogonal_in_the_precision_of_the_state(precision):
+    def step(prepare):
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(5, 7))
+        optimizer = Muon([{"params": [weight], "orthogonal": True}], lr=0.1)
+        weight.grad = torch.randn(5, 7)
+        prepare(weight, optimizer)
+        optimizer.step()
+        return weight
+
+    def into_a_state(weight, optimizer):
+        model = nn.Module()
+        model.weight = weight
+        state = TrainState(model, optimizer, precision=precision, world=World())
+        assert copy.deepcopy(optimizer).param_groups[0]["bf16"] == (precision == "bf16")  # as verify does
+        # What a checkpoint says of it is that of the run that wrote it.
+        optimizer.param_groups[0]["bf16"] = precision != "bf16"
+        saved = Checkpoint(Path(), 0, {}, state.model.state_dict(), state.training_state())
+        state._take(saved, "a checkpoint")
+
+    found = step(into_a_state)
+    in_fp32 = step(lambda _, optimizer: optimizer.param_groups[0].update(bf16=False))
+    in_bf16 = step(lambda _, optimizer: optimizer.param_groups[0].update(bf16=True))
+    assert not torch.equal(in_fp32, in_bf16)
+    assert torch.equal(found, in_bf16 if precision == "bf16" else in_fp32)
 
 
 def test_the_other_groups_are_moved_by_nesterov_sgd_to_the_bit():

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from evenstep.errors import ConfigError
+from evenstep.precision import PRECISIONS
 from evenstep.world import World, current
 
 _VERY_LONG = datetime.timedelta(days=365)
@@ -30,18 +31,50 @@ def check_same_model(module: nn.Module, world: World) -> None:
     Raises:
         ConfigError: on every rank; names the first parameter or buffer that differs.
     """
-    if world.world_size == 1:
-        return
     mine = _described(module)
     digest = hashlib.sha256("\n".join(mine).encode()).digest()
-    number = torch.tensor([int.from_bytes(digest[:7], "little")], device=world.device)
-    numbers = [torch.empty_like(number) for _ in range(world.world_size)]
-    dist.all_gather(numbers, number)
-    if len({int(other) for other in numbers}) == 1:
+    everybody = _unless_equal(int.from_bytes(digest[:7], "little"), mine, world)
+    if everybody is not None:
+        raise _different(everybody)
+
+
+def check_same_precision(precision: str, reason: str, world: World) -> None:
+    """Raise ConfigError if the processes compute in different precisions. Collective: every rank must call.
+
+    Each sees its own device alone when it chooses (``--precision auto``), and several machines may have been
+    given different options.
+
+    Args:
+        precision: this process's, one of ``precision.PRECISIONS``.
+        reason: why it has this one.
+        world: this process.
+
+    Raises:
+        ConfigError: on every rank; names two ranks that differ, and their reasons.
+    """
+    everybody = _unless_equal(PRECISIONS.index(precision), (precision, reason), world)
+    if everybody is None:
         return
+    rank = next(rank for rank, (name, _) in enumerate(everybody) if name != everybody[0][0])
+    each = " and ".join(f"rank {r} in {everybody[r][0]} ({everybody[r][1]})" for r in (0, rank))
+    raise ConfigError(
+        f"the ranks would compute in different precisions: {each}. It changes the bits, so it must be the "
+        "same everywhere. Give all of them the same --precision; every device computes --precision fp32."
+    )
+
+
+def _unless_equal(number: int, mine: Any, world: World) -> list[Any] | None:
+    """Return what each rank calls its own if their numbers are not all equal, else None. Collective."""
+    if world.world_size == 1:
+        return None
+    sent = torch.tensor([number], device=world.device)
+    numbers = [torch.empty_like(sent) for _ in range(world.world_size)]
+    dist.all_gather(numbers, sent)
+    if len({int(other) for other in numbers}) == 1:
+        return None
     everybody: list[Any] = [None] * world.world_size
     dist.all_gather_object(everybody, mine)
-    raise _different(everybody)
+    return everybody
 
 
 def _described(module: nn.Module) -> list[str]:

@@ -29,7 +29,9 @@ class Facts:
         start_step: the step that the run goes on from, 0 for a new run.
         start_epoch: the epoch that belongs to it.
         data_note: why these data and no others, if that was decided for the user.
-        precision_note: which other precision would be faster, if one is.
+        classes_note: how many classes were assumed, if the data do not say.
+        precision: the precision that ``--precision auto`` stands for; None for the option's own value.
+        precision_note: why it was chosen, or which other precision would be faster, if one is.
     """
 
     data: str
@@ -43,6 +45,8 @@ class Facts:
     start_step: int = 0
     start_epoch: int = 0
     data_note: str | None = None
+    classes_note: str | None = None
+    precision: str | None = None
     precision_note: str | None = None
 
 
@@ -64,8 +68,11 @@ def banner(config: TrainConfig, world: World, facts: Facts) -> list[str]:
     lines += [f"  {line}" for line in _choices(config, world)]
     if facts.data_note:
         lines.append(f"  data {facts.data}: {facts.data_note}")
+    if facts.classes_note:
+        lines.append(f"  {facts.classes_note}")
     if facts.precision_note:
-        lines.append(f"  precision {config.model.precision}: {facts.precision_note}")
+        precision = facts.precision or config.model.precision
+        lines.append(f"  precision {precision}: {facts.precision_note}")
     if config.optim.lr is None and facts.lr is not None:
         lines.append(f"  lr {facts.lr:g}: the default of {config.optim.optimizer} (--lr)")
     lines += [f"  optimizer {line}" for line in group_lines(facts.groups)]

@@ -172,8 +172,9 @@ class ModelConfig:
     """net, resnet9, whitenet, or module:callable (called with num_classes if it takes it)."""
     compile: bool = False
     """Run the model through torch.compile."""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Arithmetic of the forward pass; the weights stay fp32."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "fp32"
+    """Arithmetic of the forward pass; the weights stay fp32. auto: bf16 where the device computes it itself,
+    else fp32; chosen at the first start, and kept on resume."""
     unused_parameters: Literal["error", "allow"] = "error"
     """What to do when a parameter gets no gradient."""
     batchnorm: Literal["lane", "global"] = "lane"

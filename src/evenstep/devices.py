@@ -7,7 +7,6 @@ import os
 import pwd
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from evenstep import guests, world
@@ -178,16 +177,6 @@ def _totals() -> list[int]:
     import torch
 
     return [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
-
-
-def bf16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
-    """Return the name of the CPU's instructions for bfloat16, the fastest first; None if it has none."""
-    try:
-        lines = cpuinfo.read_text().splitlines()
-    except OSError:  # not Linux
-        return None
-    flags = next((line.split() for line in lines if line.startswith("flags")), [])
-    return next((name for name in ("amx_bf16", "avx512_bf16") if name in flags), None)
 
 
 def query_nvml() -> list[GpuUse]:

@@ -24,24 +24,27 @@ from evenstep.data.cache import ImageArrays
 from evenstep.data.dataset import num_samples
 from evenstep.data.loader import Loader
 from evenstep.data.sources import Source, open_source
-from evenstep.devices import bf16_instructions
 from evenstep.errors import ConfigError
 from evenstep.evaluation import evaluate
 from evenstep.loop import Cadence, FitResult, fit
 from evenstep.metrics import classification, weights_sha256
-from evenstep.models import build, check_sizes, num_parameters
+from evenstep.models import build, check_sizes, num_parameters, takes_num_classes
 from evenstep.numerics import autocast
 from evenstep.objective import best_of, loss_of, metrics_of, own_metrics
 from evenstep.optim import make_optimizer, make_schedule
+from evenstep.precision import PRECISIONS, support, tell
 from evenstep.predictions import Recorder, summary
 from evenstep.reporter import Reporter
 from evenstep.state import TrainState
 from evenstep.step import Loss, train_step
-from evenstep.views import at_size, evaluated, size_at
+from evenstep.views import at_size, epoch_of_last_step, evaluated
 from evenstep.world import World
 
 SMOKE_SAMPLES = 500
 """Samples that a smoke test evaluates."""
+
+NUM_CLASSES = 10
+"""What a model is called with as num_classes where the data do not name their classes."""
 
 INIT_IMAGES = 1000
 """Training images that a model with ``init_from_images`` is shown before the first step."""
@@ -159,12 +162,16 @@ def eval_job(world: World, config: TrainConfig, path: str) -> dict[str, Any]:
     if source.test is None:
         raise ConfigError(f"the data {config.data.data!r} has no test set, so there is nothing to evaluate.")
     device = torch.device(world.device)
-    epoch = int(saved.meta.get("epoch", 0)) - (not saved.meta.get("epoch_step"))
+    precision = config.model.precision
+    if precision not in PRECISIONS:  # a config.toml by hand; the checkpoint has what the run computed in
+        precision = saved.meta.get("numerics", {}).get("precision", "fp32")
+    tell(precision, "as in training", world)
+    epoch = epoch_of_last_step(int(saved.meta.get("epoch", 0)), int(saved.meta.get("epoch_step", 0)))
     metrics = evaluate(
         evaluated(model.to(device), config.output.tta),
         source.test,
-        at_size(metrics_of(config, classification), lambda: size_at(_sizes(config), max(0, epoch))),
-        context=lambda: autocast(config.model.precision, device),
+        at_size(metrics_of(config, classification), _sizes(config), lambda: epoch),
+        context=lambda: autocast(precision, device),
         **_loading(config, source),
     )
     return {
@@ -210,7 +217,7 @@ def _model(config: TrainConfig, source: Source) -> nn.Module:
         check_sizes(config.model.model, sizes)
         # A layer that fits one size fits the last one: the size of most steps, and of evaluation.
         shape = {"in_channels": channels, "image_size": sizes[-1] if sizes else height}
-    num_classes = 10 if source.classes is None else len(source.classes)
+    num_classes = NUM_CLASSES if source.classes is None else len(source.classes)
     return build(config.model.model, num_classes=num_classes, **shape)
 
 
@@ -233,7 +240,7 @@ def _sizes(config: TrainConfig) -> tuple[int, ...]:
 
 
 def _loss(config: TrainConfig, state: TrainState) -> Loss:
-    return at_size(loss_of(config), lambda: size_at(_sizes(config), state.epoch))
+    return at_size(loss_of(config), _sizes(config), lambda: state.epoch)
 
 
 def _augment(config: TrainConfig) -> Augment:
@@ -314,7 +321,7 @@ def _state(config: TrainConfig, source: Source, steps_per_epoch: int | None, wor
     )
     state.double_lanes_on_oom = config.process.lanes_on_oom
     meta = {
-        "config": to_flat(config),
+        "config": to_flat(config) | {"precision": state.precision},
         "classes": list(source.classes or ()),
         "fingerprint": getattr(source.train, "fingerprint", None),
     }
@@ -357,7 +364,8 @@ def _evaluation(
     test = _test_set(config, source)
     measured = at_size(
         metrics_of(config, recorder),
-        lambda: size_at(_sizes(config), max(0, state.epoch - (not state.epoch_step))),
+        _sizes(config),
+        lambda: epoch_of_last_step(state.epoch, state.epoch_step),
     )
 
     def evaluation() -> dict[str, float]:
@@ -374,12 +382,24 @@ def _evaluation(
     return evaluation
 
 
-def _precision_note(config: TrainConfig, device: str) -> str | None:
-    """Return what would be faster; nothing is chosen by itself, since it changes the bits."""
-    found = bf16_instructions() if device == "cpu" else None
-    if config.model.precision != "fp32" or found is None:
+def _precision_note(asked: str, state: TrainState) -> str | None:
+    """Return why a precision was chosen, or what would be faster: unasked none is, since it changes bits."""
+    if asked == "auto":
+        return f"{state.precision_reason} (--precision auto)"
+    found = support("bf16", state.device)
+    if asked != "fp32" or state.device.type != "cpu" or not found.is_native:
         return None
-    return f"this CPU has {found}, with which --precision bf16 trains net 1.6 times as fast, to other bits"
+    return f"{found.reason}: --precision bf16, or auto, is faster (net with AVX512: 1.6 times), to other bits"
+
+
+def _classes_note(config: TrainConfig, source: Source) -> str | None:
+    """Return what to say of a number of classes that nobody has given."""
+    if source.classes is not None or not takes_num_classes(config.model.model):
+        return None
+    return (
+        f"num_classes {NUM_CLASSES}: the data do not name their classes; give `classes` beside train and test "
+        "in a dict, or as an attribute of train"
+    )
 
 
 def _facts(config: TrainConfig, source: Source, loader: Loader, state: TrainState) -> Facts:
@@ -399,5 +419,7 @@ def _facts(config: TrainConfig, source: Source, loader: Loader, state: TrainStat
         start_step=state.start.step,
         start_epoch=state.epoch,
         data_note=source.note,
-        precision_note=_precision_note(config, state.device.type),
+        classes_note=_classes_note(config, source),
+        precision=state.precision,
+        precision_note=_precision_note(config.model.precision, state),
     )

@@ -19,7 +19,7 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
     },
     "fast": {
         "model": "whitenet",
-        "precision": "bf16",
+        "precision": "auto",
         "lanes": 4,
         "threads": 1,
         "batch_size": 500,

@@ -18,7 +18,7 @@ from loguru import logger
 
 from evenstep import report
 from evenstep.banner import Facts, banner, group_lines
-from evenstep.config import TrainConfig, to_flat
+from evenstep.config import TrainConfig, from_flat, to_flat
 from evenstep.errors import MachineError, StoppedError
 from evenstep.metrics import RateMeter
 from evenstep.records import MetricsFile, save_config, start_line
@@ -72,6 +72,8 @@ class Reporter:
         if not self._active:
             return
         self._facts = facts
+        if facts.precision is not None:
+            self._config = from_flat({"precision": facts.precision}, self._config)
         if not self._world.restart:  # a restart has said its line (recovery.py)
             for line in banner(self._config, self._world, facts):
                 self.message(line)

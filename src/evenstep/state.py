@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -17,12 +17,15 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from evenstep import checkpoint, log
+from evenstep import precision as precisions
+from evenstep.agreement import check_same_precision
 from evenstep.checkpoint import Checkpoint
 from evenstep.data.batch import Batch
 from evenstep.errors import CheckpointError, ConfigError, DivergedError
 from evenstep.globallanes import GlobalLanes
 from evenstep.heartbeat import Activity, Phase, now
 from evenstep.lanes import Lanes
+from evenstep.muon import compute_in
 from evenstep.numerics import Numerics, autocast, device_name
 from evenstep.optim import Schedule, apply_schedule
 from evenstep.position import Progress
@@ -59,6 +62,7 @@ class TrainState(Progress):
         clip_norm: clip the norm of the whole gradient to this.
         ema_decay: keep an exponential moving average of the weights with this decay in ``ema``.
         precision: ``fp32``, or ``bf16`` or ``fp16`` for the forward pass (autocast; the weights stay fp32).
+            ``auto``: bf16 where the device computes it itself, else fp32; a run that goes on keeps its own.
         unused_parameters: ``error`` or ``allow`` parameters that get no gradient.
         compile: run the model through torch.compile.
         batchnorm: what BatchNorm normalises with: the samples of each ``lane``, or of the ``global`` batch.
@@ -67,6 +71,8 @@ class TrainState(Progress):
         world: the world; by default the current one.
 
     Attributes:
+        precision: the precision that was asked for, or chosen.
+        precision_reason: why it was chosen.
         step: committed optimizer steps.
         epoch: finished epochs.
         epoch_step: committed steps since the last finished epoch.
@@ -88,15 +94,13 @@ class TrainState(Progress):
         schedule_every: Literal["step", "epoch"] = "step",
         clip_norm: float | None = None,
         ema_decay: float | None = None,
-        precision: Literal["fp32", "bf16", "fp16"] = "fp32",
+        precision: Literal["auto", "fp32", "bf16", "fp16"] = "fp32",
         unused_parameters: Literal["error", "allow"] = "error",
         compile: bool = False,
         batchnorm: Literal["lane", "global"] = "lane",
         extras: Mapping[str, Stateful] | None = None,
         world: World | None = None,
     ) -> None:
-        if precision not in ("fp32", "bf16", "fp16"):
-            raise ConfigError(f"precision is {precision!r}; choose fp32, bf16 or fp16 (--precision bf16).")
         if batchnorm not in ("lane", "global"):
             raise ConfigError(f"batchnorm is {batchnorm!r}; choose lane or global (--batchnorm global).")
         if batchnorm == "global" and compile:
@@ -113,14 +117,16 @@ class TrainState(Progress):
         self.schedule = schedule
         self.schedule_every = schedule_every
         self.clip_norm = clip_norm
-        self.precision = precision
+        self.precision, self.precision_reason = precisions.settle(precision, self.device)
+        self._keeps_precision = precision == "auto"
+        compute_in(optimizer, self.precision)
         self.extras = dict(extras or {})
         self.meta: dict[str, Any] = {}
         self.double_lanes_on_oom = False
         self._saver = Saver(self.world)
         self._committed = torch.cuda.Event() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         called: Any = torch.compile(self.model) if compile else self.model
         lanes = GlobalLanes if batchnorm == "global" else Lanes
         self.lanes = lanes(called, self.world, unused_parameters=unused_parameters)
@@ -136,7 +142,7 @@ class TrainState(Progress):
             lanes=self.world.lanes,
             threads=self.world.threads,
             mode=self.world.mode,
-            precision=precision,
+            precision=self.precision,
             compile=compile,
             batchnorm=batchnorm,
             device=device_name(self.device),
@@ -144,6 +150,8 @@ class TrainState(Progress):
         )
         self.resumed_from: Path | None = None
         self._take_up()
+        check_same_precision(self.precision, self.precision_reason, self.world)
+        precisions.tell(self.precision, self.precision_reason, self.world)
         log.moment("state taken up")
 
     def _take_up(self) -> None:
@@ -161,6 +169,13 @@ class TrainState(Progress):
                 self.resumed_from = path
         if recovery is not None:
             recovery.register(self)
+
+    def _keep_precision(self, saved: str | None) -> None:
+        """Take, with auto, the precision of the run that goes on: this device might choose another one."""
+        if self._keeps_precision and saved in precisions.PRECISIONS:
+            self.precision, self.precision_reason = saved, "as the run began"
+            self.scaler = torch.amp.GradScaler(self.device.type, enabled=saved == "fp16")
+            self.numerics = replace(self.numerics, precision=saved)
 
     def __del__(self) -> None:
         recovery = getattr(getattr(self, "world", None), "recovery", None)
@@ -360,10 +375,12 @@ class TrainState(Progress):
                 f"the epoch would repeat some samples and leave others out. Resume with --seed {seed}, or "
                 "begin a new run in another --run-dir."
             )
+        self._keep_precision(saved.meta.get("numerics", {}).get("precision"))
         checkpoint.load_into(self.model, saved)
         training = saved.training
         try:
             self.optimizer.load_state_dict(training["optimizer"])
+            compute_in(self.optimizer, self.precision)
             if isinstance(self.schedule, LRScheduler) and training["schedule"] is not None:
                 self.schedule.load_state_dict(training["schedule"])
             if self.scaler.is_enabled() and training["scaler"]:

@@ -16,12 +16,14 @@ from torch.optim import Optimizer
 from evenstep import jobs
 from evenstep.bench.peak import Peak, flops_of, peak_of
 from evenstep.bench.plan import Row
-from evenstep.config import TrainConfig
+from evenstep.config import TrainConfig, from_flat
 from evenstep.data.batch import Batch
 from evenstep.data.sources import Source
+from evenstep.muon import compute_in
 from evenstep.numerics import autocast
 from evenstep.objective import loss_of
 from evenstep.position import Position
+from evenstep.precision import settle
 from evenstep.seeding import mix_array
 from evenstep.step import Loss, to_device, train_step
 from evenstep.world import World
@@ -65,6 +67,7 @@ class Measured:
         device: the device's name.
         loss: the loss of the last step: this process's own in torch's loops.
         peak: the arithmetic that this process reaches beside the others.
+        precision: what it computed in.
         parts: seconds in each of ``PARTS`` over the profiled steps.
         flops_per_image: floating-point operations of forward and backward for one sample.
     """
@@ -76,6 +79,7 @@ class Measured:
     device: str
     loss: float
     peak: Peak
+    precision: str = "fp32"
     parts: dict[str, float] | None = None
     flops_per_image: float | None = None
 
@@ -91,8 +95,9 @@ def measure(world: World, config: TrainConfig, task: Task) -> Measured:
         config: the options of the training.
         task: what to measure.
     """
-    source = jobs._source(config)
     device = torch.device(world.device)
+    config = from_flat({"precision": settle(config.model.precision, device)[0]}, config)
+    source = jobs._source(config)
     loss = loss_of(config)
     num_profiled = min(task.steps - task.drop, MAX_PROFILED) if task.profile else 0
     seen: list[tuple[int, tuple[int, ...]]] = []
@@ -129,6 +134,7 @@ def measure(world: World, config: TrainConfig, task: Task) -> Measured:
         device=_name(device),
         loss=float(value),
         peak=peak_of(device, config.model.precision, task.peak_s),
+        precision=config.model.precision,
         parts=profiled,
         flops_per_image=_flops(config, source, world, loss) if task.profile and world.is_first else None,
     )
@@ -145,6 +151,7 @@ def _stepper(
     device = torch.device(world.device)
     module = jobs._model(config, source).to(device)
     optimizer = jobs._optimizer(config, module)
+    compute_in(optimizer, config.model.precision)
     params = [p for p in module.parameters() if p.requires_grad]
     model: nn.Module = _compiled(module) if config.model.compile else module
     if task.row.kind == "ddp":

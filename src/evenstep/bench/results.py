@@ -58,7 +58,7 @@ class Report:
         model: ``--model``.
         data: ``--data``.
         batch_size: samples in a global batch.
-        precision: ``--precision``.
+        precision: ``--precision``, or what auto stands for on this device.
         device: the device's name.
         flops_per_image: what the model needs for one sample, forward and backward; None if torch's counter
             knows none of its operations.

@@ -16,6 +16,7 @@ from evenstep.bench.results import Report, RowResult
 from evenstep.config import TrainConfig
 from evenstep.errors import EvenstepError
 from evenstep.launcher import launch
+from evenstep.precision import warning_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,10 @@ def run(bench: Bench) -> Report:
         EvenstepError: two rows did not train the same samples; or what ``launch`` raises.
     """
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    # A TrainState says it, too, but torch's own loops come first. To ask a GPU would take some of its memory.
+    slow = None if bench.gpus else warning_of(bench.config.model.precision, "cpu")
+    if slow is not None:
+        bench.tell(slow)
     found: dict[str, list[list[Measured]]] = {row.name: [] for row in bench.rows}
     for number in range(bench.rounds):
         for row in bench.rows if number % 2 == 0 else reversed(bench.rows):
@@ -129,7 +134,7 @@ def _report(bench: Bench, found: Mapping[str, list[list[Measured]]], load: float
         model=config.model.model,
         data=config.data.data,
         batch_size=config.optim.batch_size,
-        precision=config.model.precision,
+        precision=one.precision,
         device=one.device,
         flops_per_image=one.flops_per_image,
         cores=worlds.num_cores(),

@@ -44,6 +44,8 @@ class DoctorOptions:
     """CPU threads per process, as for evenstep train."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda if there is a GPU, else cpu."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "fp32"
+    """Arithmetic of the forward pass, as for evenstep train."""
     workers: int = 0
     """DataLoader workers per process, as for evenstep train."""
     batch_size: int = 128
@@ -141,6 +143,7 @@ def local_checks(options: DoctorOptions, nproc: int, num_gpus: int) -> list[Chec
         machine.check_backends(num_gpus),
         *([machine.check_gpus(num_gpus)] if options.device != "cpu" else []),
         *([machine.check_driver(torch.version.cuda, num_gpus)] if options.device != "cpu" else []),
+        machine.check_precision(options.precision, num_gpus if options.device != "cpu" else 0),
         machine.check_cores(nproc, threads),
         machine.check_shared_memory(nproc * checkpoint_bytes + batches),
         machine.check_disk(options.run_dir, checkpoint_bytes, options.keep),

@@ -17,6 +17,7 @@ from evenstep import world
 from evenstep.devices import GpuUse, holders, query_nvml, visible_only
 from evenstep.errors import ConfigError, EvenstepError
 from evenstep.launcher import port_owner
+from evenstep.precision import PRECISIONS, Support, advice, support
 
 MIB, GIB = 2**20, 2**30
 LEAST_TORCH = (2, 9)
@@ -163,6 +164,25 @@ def check_driver(
         fix = f"torch is built for CUDA {built_for}: update the driver, or install an older torch."
         return Check("driver", "red", text, fix)
     return Check("driver", "green", text)
+
+
+def check_precision(precision: str, num_gpus: int, ask: Callable[[str, str], Support] = support) -> Check:
+    """Which precisions the devices compute themselves, and whether the one of the run is among them.
+
+    Args:
+        precision: ``--precision``.
+        num_gpus: GPUs that a run takes; 0 for the CPU.
+        ask: as precision.support.
+    """
+    devices = [f"cuda:{number}" for number in range(num_gpus)] or ["cpu"]
+    found = {(name, device): ask(name, device) for name in PRECISIONS for device in devices}
+    lacking = {name: device for (name, device), its in reversed(found.items()) if not its.is_native}
+    own = ", ".join(name for name in PRECISIONS if name not in lacking)
+    reasons = dict.fromkeys(its.reason for (name, _), its in found.items() if name != "fp32")
+    text = "; ".join([f"{own} natively", *reasons])
+    if precision in lacking:
+        return Check("precision", "yellow", text, advice(precision, lacking[precision]))
+    return Check("precision", "green", text)
 
 
 def check_cores(nproc: int, threads: int, cores: int | None = None, quota: float | None = None) -> Check:
