@@ -92,9 +92,9 @@ def test_classification_gives_values_per_sample():
         (
             torch.zeros(2, 5),
             torch.tensor([1, 9]),
-            "the model gives 5 outputs but the labels go up to 9: it needs at least 10.*--model",
+            "the label of row 1 of the batch is 9, and the model gives 5 outputs, for the labels 0 to 4",
         ),
-        (torch.zeros(2, 5), torch.tensor([-1, 3]), "the labels go down to -1; they must be 0 to 4"),
+        (torch.zeros(3, 5), torch.tensor([0, -1, 9]), "the label of row 1 of the batch is -1, and the model"),
         (
             (torch.zeros(2, 5),),
             torch.tensor([0, 1]),
@@ -128,7 +128,7 @@ def test_a_batch_of_another_form_is_refused(batch, message):
 def test_every_batch_on_the_cpu_is_checked():
     loss, model = metrics.cross_entropy(), model_of(torch.zeros(2, 5))
     loss(model, (None, torch.tensor([0, 4])))
-    with pytest.raises(ConfigError, match="go up to 5"):
+    with pytest.raises(ConfigError, match="the label of row 1 of the batch is 5"):
         loss(model, (None, torch.tensor([0, 5])))
 
 

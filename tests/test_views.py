@@ -6,7 +6,7 @@ from torch import nn
 
 from evenstep.data.augment import resized
 from evenstep.errors import ConfigError
-from evenstep.views import Views, at_size, evaluated, size_at
+from evenstep.views import Views, at_size, epoch_of_last_step, evaluated
 
 
 class LeftPixel(nn.Module):
@@ -60,14 +60,40 @@ def test_every_pixel_of_a_smaller_image_is_the_mean_of_what_it_covers():
     assert resized(images, 4) is images
 
 
-def test_the_size_is_asked_for_at_each_call():
-    sizes = iter([None, 2])
-    measure = at_size(lambda model, batch: (model(batch[0]).shape, batch[1]), lambda: next(sizes))
+def test_the_size_is_that_of_the_epoch_and_the_last_one_goes_on_to_the_end():
+    epochs = iter(range(4))
+    measure = at_size(lambda model, batch: (model(batch[0]).shape[2], batch[1]), (2, 4), lambda: next(epochs))
     images = torch.zeros(1, 3, 4, 4)
-    assert measure(nn.Identity(), (images, "labels")) == ((1, 3, 4, 4), "labels")
-    assert measure(nn.Identity(), (images, "labels")) == ((1, 3, 2, 2), "labels")
+    assert [measure(nn.Identity(), (images, "labels")) for _ in range(4)] == [
+        *((size, "labels") for size in (2, 4, 4, 4))
+    ]
 
 
-def test_the_last_size_goes_on_to_the_end():
-    assert [size_at((16, 24), epoch) for epoch in range(4)] == [16, 24, 24, 24]
-    assert size_at((), 3) is None
+def test_without_sizes_a_batch_may_be_anything():
+    assert at_size(lambda model, batch: batch, (), lambda: 0)(nn.Identity(), "any") == "any"
+
+
+@pytest.mark.parametrize(
+    ("batch", "found"),
+    [
+        ({"image": 1, "label": 2}, "a dict with the keys image, label"),
+        ((1, 2, 3), "a tuple of 3"),
+        (torch.zeros(2, 3, 4, 4), "a tensor of float32 and shape (2, 3, 4, 4)"),
+        ((torch.zeros(2, 5), 1), "pairs of which the first is a tensor of float32 and shape (2, 5)"),
+        (
+            [torch.zeros(2, 3, 4, 4, dtype=torch.uint8), 1],
+            "pairs of which the first is a tensor of uint8 and shape (2, 3, 4, 4)",
+        ),
+        (("text", 1), "pairs of which the first is an object of type str"),
+    ],
+)
+def test_a_batch_without_images_to_scale_is_refused(batch, found):
+    message = (
+        f"--image-sizes scales images, and a batch of this Dataset is {found}; expected (images, labels)"
+    )
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}.*Leave out --image-sizes"):
+        at_size(lambda model, batch: 0, (2,), lambda: 0)(nn.Identity(), batch)
+
+
+def test_an_evaluation_belongs_to_the_epoch_of_the_step_before_it():
+    assert [epoch_of_last_step(*at) for at in ((0, 0), (0, 1), (1, 0), (1, 5), (2, 0))] == [0, 0, 0, 1, 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from evenstep.data.chunks import eval_chunks
 from evenstep.errors import ConfigError
 from evenstep.heartbeat import Activity, Beat, Phase, now
-from evenstep.metrics import kind_of
+from evenstep.metrics import kind_of, naming
 from evenstep.recovery import doing
 from evenstep.step import to_device
 from evenstep.world import World, current
@@ -77,7 +78,8 @@ def evaluate(
         with doing(world, Phase.EVALUATING), torch.inference_mode(), context():
             for chunk, size, data in eval_chunks(dataset, chunk_size=num, world=world, **loading):
                 now(world, Activity.EVALUATE)
-                values = as_mapping(metrics(model, to_device(data, device)))
+                with naming(functools.partial(_test_sample, chunk * num)):
+                    values = as_mapping(metrics(model, to_device(data, device)))
                 own.append((chunk, size, {name: _sum(name, v, size) for name, v in values.items()}))
     finally:
         for module, training in was_training.items():
@@ -89,6 +91,10 @@ def evaluate(
         dist.all_gather_object(everybody, own)
         now(world, Activity.USER)
     return _means(sorted((part for rank in everybody for part in rank), key=lambda part: part[0]))
+
+
+def _test_sample(first: int, row: int) -> str:
+    return f"test sample {first + row}"
 
 
 def _meet(world: World) -> None:

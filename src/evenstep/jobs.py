@@ -397,8 +397,8 @@ def _classes_note(config: TrainConfig, source: Source) -> str | None:
     if source.classes is not None or not takes_num_classes(config.model.model):
         return None
     return (
-        f"num_classes {NUM_CLASSES}: the data do not name their classes; give `classes` beside train and test "
-        "in a dict, or as an attribute of train"
+        f"num_classes {NUM_CLASSES}: the data do not name their classes; give `classes` beside train and "
+        "test in a dict, or as an attribute of train"
     )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +16,45 @@ from evenstep.errors import ConfigError
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """A loss function: ``(model, batch) -> scalar``, the mean over the samples of the batch."""
+
+
+class LabelError(ConfigError):
+    """A label is not one of the model's outputs.
+
+    Attributes:
+        row: the sample's place in the batch, from 0.
+        label: its label.
+        num_classes: how many outputs the model gives.
+    """
+
+    def __init__(self, row: int, label: int, num_classes: int) -> None:
+        self.row, self.label, self.num_classes = row, label, num_classes
+        super().__init__(self.of(f"row {row} of the batch"))
+
+    def of(self, sample: str) -> str:
+        """Return the message, for a sample that is named."""
+        return (
+            f"the label of {sample} is {self.label}, and the model gives {self.num_classes} outputs, for the "
+            f"labels 0 to {self.num_classes - 1}. Correct the labels of --data, or build --model with as "
+            "many outputs as the data have classes: its callable may take num_classes, and a Dataset says "
+            "how many it has by `classes`, their names."
+        )
+
+
+@contextlib.contextmanager
+def naming(sample: Callable[[int], str]) -> Iterator[None]:
+    """Run what measures a batch inside this block, so that the error of a wrong label names the sample.
+
+    Args:
+        sample: returns what a row of the batch is called.
+
+    Raises:
+        ConfigError: in place of a :class:`LabelError`.
+    """
+    try:
+        yield
+    except LabelError as error:
+        raise ConfigError(error.of(sample(error.row))) from None
 
 
 class CrossEntropy:
@@ -46,7 +86,7 @@ def cross_entropy(label_smoothing: float = 0.0) -> Loss:
 
     Raises:
         ConfigError: label_smoothing is out of range; and, from the loss function, the model's output and the
-            labels do not fit together.
+            labels do not fit together; a LabelError for a label without an output.
     """
     if not 0 <= label_smoothing < 1:
         raise ConfigError(
@@ -68,11 +108,12 @@ def classification(model: nn.Module, batch: Any) -> dict[str, Tensor]:
         label, else 0; float32 (n,). Of equal logits the first counts.
 
     Raises:
-        ConfigError: the model's output and the labels do not fit together.
+        ConfigError: the model's output and the labels do not fit together; a LabelError for a label without
+            an output.
     """
     outputs, labels = _outputs_and_labels(model, batch)
-    if labels.device.type == "cpu":
-        _check_values(outputs, labels)
+    # An evaluation looks at the values of every chunk anyway, so on CUDA this is no wait more.
+    _check_values(outputs, labels)
     loss = functional.cross_entropy(outputs, labels, reduction="none")
     return {"loss": loss.float(), "accuracy": (outputs.argmax(dim=1) == labels).float()}
 
@@ -109,18 +150,11 @@ def _check_values(outputs: Tensor, labels: Tensor) -> None:
     """Check that every label has an output; on CUDA this waits for the GPU."""
     if labels.numel() == 0:
         return
+    num_classes = outputs.shape[1]
     least, most = (int(value) for value in labels.aminmax())
-    if most >= outputs.shape[1]:
-        raise ConfigError(
-            f"the model gives {outputs.shape[1]} outputs but the labels go up to {most}: it needs at least "
-            f"{most + 1}. Build --model with as many outputs as the data have classes (its callable may take "
-            "num_classes), or check --data."
-        )
-    if least < 0:
-        raise ConfigError(
-            f"the labels go down to {least}; they must be 0 to {outputs.shape[1] - 1}. Correct the labels of "
-            "--data."
-        )
+    if least < 0 or most >= num_classes:
+        row = int(((labels < 0) | (labels >= num_classes)).nonzero()[0])
+        raise LabelError(row, int(labels[row]), num_classes)
 
 
 def kind_of(value: Any) -> str:

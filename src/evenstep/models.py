@@ -198,6 +198,14 @@ def build(spec: str, *, num_classes: int, in_channels: int = 3, image_size: int 
     return model
 
 
+def takes_num_classes(spec: str) -> bool:
+    """Return whether a model that :func:`build` makes is told how many classes there are."""
+    if spec in MODELS:
+        return True
+    make = import_object(spec, what="model", flag="--model")
+    return "num_classes" in _accepted(make, {"num_classes": 0, "in_channels": 0, "image_size": 0}, spec)
+
+
 def _accepted(make: Any, known: dict[str, int], spec: str) -> dict[str, int]:
     """Return those of the ``known`` arguments that ``make`` takes."""
     try:

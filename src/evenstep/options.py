@@ -378,6 +378,3 @@ def _put(flags: TrainFlags, values: Mapping[str, Any], where: str) -> TrainFlags
         )
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-
-
-_tyro, _keys, _TrainFlags = read_flags, keys_of, TrainFlags  # for bench.command, until it has the new names

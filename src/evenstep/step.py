@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from evenstep import memory
 from evenstep.data.batch import Batch, LaneBatch, map_tensors
 from evenstep.errors import DivergedError, StoppedError
+from evenstep.metrics import naming
 from evenstep.passes import Totals
 from evenstep.state import TrainState
 
@@ -54,6 +56,7 @@ def train_step(state: TrainState, batch: Batch, loss: Loss) -> StepResult:
 
     Raises:
         MemoryExhaustedError: this rank's lane does not fit into memory. The launch ends the others.
+        ConfigError: a label has no output of the model.
         DivergedError: the loss is not finite. Raised on every rank, before the commit.
         StoppedError: a process was asked to stop. Raised on every rank, after the commit and a checkpoint.
     """
@@ -78,7 +81,7 @@ def train_step(state: TrainState, batch: Batch, loss: Loss) -> StepResult:
         batch,
         forward,
         scale=state.scaler.scale,
-        watched=lambda part: memory.watched(state, batch, part),
+        watched=lambda part: _watched(state, batch, part),
     )
     world.at("after_reduce", state.step)
     mean = totals.loss / totals.count if totals.count else totals.loss
@@ -90,6 +93,15 @@ def train_step(state: TrainState, batch: Batch, loss: Loss) -> StepResult:
     if totals.stop:
         _raise_stopped(state, totals)
     return result
+
+
+@contextlib.contextmanager
+def _watched(state: TrainState, batch: Batch, part: LaneBatch) -> Iterator[None]:
+    """Run one lane's passes inside this block, whose errors then say where and why."""
+    ids = part.ids
+    named = naming(lambda row: f"training sample {ids[row]}" if row < len(ids) else f"row {row} of the batch")
+    with named, memory.watched(state, batch, part):
+        yield
 
 
 def to_device(data: Any, device: torch.device) -> Any:

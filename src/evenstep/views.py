@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from evenstep.data.augment import memory_format_of, resized
 from evenstep.errors import ConfigError
+from evenstep.metrics import kind_of
 
 Result = TypeVar("Result")
 
@@ -62,25 +63,57 @@ def evaluated(model: nn.Module, tta: str) -> nn.Module:
 
 
 def at_size(
-    measure: Callable[[nn.Module, Any], Result], size: Callable[[], int | None]
+    measure: Callable[[nn.Module, Any], Result], sizes: Sequence[int], epoch: Callable[[], int]
 ) -> Callable[[nn.Module, Any], Result]:
-    """Return a loss or metrics function whose images are scaled first.
+    """Return a loss or metrics function whose images are scaled to the size of the epoch first.
 
     Args:
-        measure: takes the model and a batch (images, labels).
-        size: returns the side in pixels, now; None for images as they are.
+        measure: takes the model and a batch (images, labels), images float (n, C, H, W).
+        sizes: the side in pixels, epoch by epoch, the last one to the end; none for images as they are.
+        epoch: returns the epoch, from 0, that it is now.
+
+    Raises:
+        ConfigError: from the function that is returned: the batch is another one.
     """
+    if not sizes:
+        return measure
 
     def scaled(model: nn.Module, batch: Any) -> Result:
-        side = size()
-        if side is None:
-            return measure(model, batch)
-        images, labels = batch
-        return measure(model, (resized(images, side), labels))
+        images, labels = _images_and_labels(batch)
+        return measure(model, (resized(images, size_at(sizes, epoch())), labels))
 
     return scaled
 
 
-def size_at(sizes: Sequence[int], epoch: int) -> int | None:
-    """Return the size of the images in an epoch, from 0; None without sizes, for images as they are."""
-    return sizes[min(epoch, len(sizes) - 1)] if sizes else None
+def size_at(sizes: Sequence[int], epoch: int) -> int:
+    """Return the size of the images in an epoch, from 0."""
+    return sizes[min(epoch, len(sizes) - 1)]
+
+
+def epoch_of_last_step(epoch: int, epoch_step: int) -> int:
+    """Return the epoch of the last step: an evaluation has the image size of the epoch before it.
+
+    Args:
+        epoch: finished epochs.
+        epoch_step: steps since then.
+    """
+    return epoch if epoch_step else max(0, epoch - 1)
+
+
+def _images_and_labels(batch: Any) -> tuple[Tensor, Any]:
+    is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
+    images = batch[0] if is_pair else None
+    if isinstance(images, Tensor) and images.ndim == 4 and images.is_floating_point():
+        return images, batch[1]
+    if is_pair:
+        found = f"pairs of which the first is {kind_of(batch[0])}"
+    elif isinstance(batch, Mapping):
+        found = f"a {type(batch).__name__} with the keys {', '.join(map(str, batch))}"
+    elif isinstance(batch, (tuple, list)):
+        found = f"a {type(batch).__name__} of {len(batch)}"
+    else:
+        found = kind_of(batch)
+    raise ConfigError(
+        f"--image-sizes scales images, and a batch of this Dataset is {found}; expected (images, labels), "
+        "images a float tensor (n, C, H, W). Leave out --image-sizes, or let __getitem__ return such a pair."
+    )

@@ -1,0 +1,101 @@
+"""Data that do not name their classes, labels without an output, and batches that are no images."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from evenstep import cli
+
+PROJECT = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+images, labels = torch.rand(24, 3, 8, 8), torch.arange(24) % 5
+
+
+def unnamed():
+    return TensorDataset(images, labels), TensorDataset(images, labels)
+
+
+def named():
+    pair = TensorDataset(images, labels)
+    return {"train": pair, "test": pair, "classes": list("abcde")}
+
+
+def wrong_train():
+    train = TensorDataset(images, torch.where(torch.arange(24) == 17, 12, labels))
+    return {"train": train, "test": TensorDataset(images, labels), "classes": list("abcde")}
+
+
+def wrong_test():
+    test = TensorDataset(images, torch.where(torch.arange(24) == 23, -3, labels))
+    return {"train": TensorDataset(images, labels), "test": test, "classes": list("abcde")}
+
+
+class Dicts(TensorDataset):
+    def __getitem__(self, index):
+        image, label = super().__getitem__(index)
+        return {"image": image, "label": label}
+
+
+def dicts():
+    return Dicts(images, labels), Dicts(images, labels)
+
+
+def model(num_classes):
+    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, num_classes))
+
+
+def fixed():
+    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 5))
+"""
+
+
+@pytest.fixture
+def evenstep(capfd, tmp_path, monkeypatch):
+    """Runs the command; returns its exit code and what it writes to stderr."""
+    monkeypatch.chdir(tmp_path)
+    name = f"project_{tmp_path.name}".replace("-", "_")
+    Path(f"{name}.py").write_text(PROJECT)
+
+    def run(data, *words, model="model", nproc=1):
+        flags = ["--data", f"{name}:{data}", "--model", f"{name}:{model}", "--device", "cpu", "--epochs", 1]
+        flags += ["--batch-size", 8, "--nproc", nproc, "--threads", 1, "--run-dir", "run", *words]
+        return cli.main(["train", *map(str, flags)]), capfd.readouterr().err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "is_told"),
+    [("unnamed", "model", True), ("named", "model", False), ("unnamed", "fixed", False)],
+)
+def test_a_number_of_classes_that_nobody_gave_is_told(data, model, is_told, evenstep):
+    code, text = evenstep(data, model=model)
+    assert code == 0
+    assert (
+        "num_classes 10: the data do not name their classes; give `classes` beside train" in text
+    ) is is_told
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize(
+    ("data", "sample", "label"),
+    [("wrong_train", "training sample 17", 12), ("wrong_test", "test sample 23", -3)],
+)
+def test_a_label_without_an_output_is_named(data, sample, label, nproc, evenstep):
+    code, text = evenstep(data, nproc=nproc)
+    message = (
+        f"error: the label of {sample} is {label}, and the model gives 5 outputs, for the labels 0 to 4. "
+    )
+    assert (code, message in text) == (2, True), text
+
+
+def test_image_sizes_need_images(evenstep):
+    code, text = evenstep("dicts", "--image-sizes", "4,8")
+    assert code == 2
+    assert re.search(
+        "error: --image-sizes scales images, and a batch .* a dict with the keys image, label", text
+    )
