@@ -249,11 +249,6 @@ class OptimConfig:
                 f"unknown loss {self.loss!r}.{did_you_mean(self.loss, [CROSS_ENTROPY])} Use --loss "
                 f"{CROSS_ENTROPY}, or your own with --loss module:callable."
             )
-        if self.label_smoothing and self.loss != CROSS_ENTROPY:
-            raise ConfigError(
-                f"label_smoothing is {self.label_smoothing}, and the loss is {self.loss}, which would not "
-                f"know of it. Leave out --label-smoothing, or use --loss {CROSS_ENTROPY}."
-            )
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ConfigError(
                 f"ema_decay is {self.ema_decay}; it must be between 0 and 1, for example --ema-decay 0.999."

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evenstep import cli, options
+from evenstep import cli, flags, options
 from evenstep import world as worlds
 from evenstep.config import TrainConfig, check_batch_size, from_flat
 from evenstep.errors import ConfigError, MachineError
@@ -128,11 +128,11 @@ def parse(argv: Sequence[str]) -> tuple[BenchOptions, TrainConfig]:
         ConfigError: a flag or a value is wrong.
         SystemExit: the help was printed (0), or a value does not fit its flag (2).
     """
-    if options.wants_help(argv):
-        options._tyro(BenchOptions, argv, PROG, BenchOptions())
+    if flags.wants_help(argv):
+        flags.read_flags(BenchOptions, argv, PROG, BenchOptions())
     own_keys = {field.name for field in dataclasses.fields(BenchOptions)}
-    keys = {**options._keys(options._TrainFlags), **options._keys(BenchOptions)}
-    found = options.scan_flags(argv, keys, PROG)
+    keys = {**flags.keys_of(options.TrainFlags), **flags.keys_of(BenchOptions)}
+    found = flags.scan_flags(argv, keys, PROG)
     for key, why in REFUSED.items():
         if key in found:
             raise ConfigError(f"{PROG}: --{key.replace('_', '-')} has no meaning here: {why}. Leave it out.")
@@ -145,7 +145,7 @@ def parse(argv: Sequence[str]) -> tuple[BenchOptions, TrainConfig]:
             own += words
         if key not in own_keys or key == "quiet":
             rest += words
-    asked = options._tyro(BenchOptions, own, PROG, BenchOptions())
+    asked = flags.read_flags(BenchOptions, own, PROG, BenchOptions())
     return asked, from_flat(_SETTLED, options.parse(rest, "bench").config)
 
 
