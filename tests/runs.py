@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from evenstep.config import from_flat
+from evenstep.flat import from_flat
 from evenstep.predictions import Predictions, summary
 from evenstep.records import MetricsFile, save_config, save_sources, start_line
 from evenstep.report import to_json

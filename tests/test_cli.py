@@ -8,8 +8,8 @@ import types
 import pytest
 
 from evenstep import cli
-from evenstep.config import from_flat, read_toml
 from evenstep.errors import StoppedError, WorkerError
+from evenstep.flat import from_flat, read_toml
 
 RESULT = {"test_accuracy": 0.5, "test_samples": 10, "step": 4, "run_dir": "r", "weights_sha256": "ab" * 32}
 

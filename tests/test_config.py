@@ -10,14 +10,9 @@ from evenstep.config import (
     ProcessConfig,
     TrainConfig,
     check_batch_size,
-    check_values,
-    field_groups,
-    from_flat,
-    read_toml,
-    to_flat,
-    write_toml,
 )
 from evenstep.errors import ConfigError
+from evenstep.flat import check_values, field_groups, from_flat, read_toml, to_flat, write_toml
 
 
 @pytest.mark.parametrize(

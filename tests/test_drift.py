@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from evenstep import Cadence, Loader, TrainState, checkpoint, cli, cross_entropy, fit
-from evenstep.config import from_flat
 from evenstep.drift import check_drift, checksum, factors
 from evenstep.errors import ConfigError, DriftError
+from evenstep.flat import from_flat
 from evenstep.testing import run_ranks
 from evenstep.world import World
 from worlds import SmallNet, images

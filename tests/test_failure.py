@@ -238,7 +238,7 @@ def test_frames_of_standard_input_have_no_source_line():
 
 
 def test_own_frames_are_hidden():
-    from evenstep.config import read_toml
+    from evenstep.flat import read_toml
 
     with pytest.raises(Exception) as error:
         read_toml("/nowhere.toml")

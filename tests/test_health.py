@@ -8,9 +8,9 @@ import time
 import pytest
 
 from evenstep import evaluate, health, options, stacks
-from evenstep.config import from_flat
 from evenstep.errors import ConfigError, MemoryExhaustedError, WorkerError
 from evenstep.failure import Frame
+from evenstep.flat import from_flat
 from evenstep.health import Place, Watch, describe
 from evenstep.heartbeat import Activity, Beat, Phase
 from evenstep.launcher import launch

@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 
 from evenstep import jobs
-from evenstep.config import from_flat
 from evenstep.data.cache import ImageArrays
 from evenstep.data.sources import Source
+from evenstep.flat import from_flat
 
 DECODED = ImageArrays(np.zeros((4, 8, 8, 3), np.uint8), np.zeros(4, np.int64))
 

@@ -20,7 +20,7 @@ PATHS = [path for path in sorted(SOURCE.rglob("*.py")) if path.parent.name != "s
 MODULES = {name_of(path): path for path in PATHS}
 
 LAYERS = {
-    "values": ["errors", "recipes", "config", "schedulers", "world", "machines"],
+    "values": ["errors", "recipes", "config", "flat", "schedulers", "world", "machines"],
     "ground": [
         "files",
         "sharedmem",
@@ -121,6 +121,7 @@ LEVEL = {module: level for level, modules in enumerate(LAYERS.values()) for modu
 NO_TORCH = [
     "errors",
     "config",
+    "flat",
     "schedulers",
     "world",
     "machines",

@@ -14,8 +14,8 @@ import torch
 from torch.distributed import TCPStore
 
 from evenstep import agent, checkpoint, failure, machines, rendezvous, rescue, snapshot, worker, world
-from evenstep.config import from_flat
 from evenstep.errors import CheckpointError, ConfigError, MachineError, StoppedError, WorkerError
+from evenstep.flat import from_flat
 from evenstep.launcher import launch
 from evenstep.recovery import Recovery
 from evenstep.rendezvous import Agreed, Offer, settle

@@ -11,9 +11,9 @@ import torch
 
 from evenstep import TrainState, cross_entropy, memory, train_step
 from evenstep.checkpoint import ls
-from evenstep.config import from_flat
 from evenstep.devices import GpuProcess, GpuUse
 from evenstep.errors import MachineError, MemoryExhaustedError
+from evenstep.flat import from_flat
 from evenstep.launcher import launch
 from evenstep.testing import run_ranks
 from evenstep.world import World

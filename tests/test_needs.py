@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from evenstep import cli, needs, options
-from evenstep.config import field_groups, to_flat, write_toml
 from evenstep.errors import ConfigError
+from evenstep.flat import field_groups, to_flat, write_toml
 from evenstep.recipes import RECIPES
 from evenstep.verify import command
 

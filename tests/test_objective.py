@@ -11,8 +11,8 @@ from torch import nn
 import own_project
 from evenstep import cli, evaluate, objective, report
 from evenstep.banner import final_line
-from evenstep.config import from_flat
 from evenstep.errors import ConfigError
+from evenstep.flat import from_flat
 from evenstep.metrics import classification
 from evenstep.world import World
 

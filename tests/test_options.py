@@ -6,8 +6,8 @@ import re
 import pytest
 
 from evenstep import options, rundir
-from evenstep.config import field_groups, from_flat, to_flat
 from evenstep.errors import CheckpointError, ConfigError, MachineError
+from evenstep.flat import field_groups, from_flat, to_flat
 from evenstep.launcher import LaunchOptions
 
 NOW = datetime.datetime(2024, 5, 6, 7, 8, 9)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from evenstep.config import tomllib
+from evenstep.flat import tomllib
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "evenstep"

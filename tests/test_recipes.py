@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from evenstep import cli, options
-from evenstep.config import from_flat, to_flat, write_toml
 from evenstep.errors import ConfigError
+from evenstep.flat import from_flat, to_flat, write_toml
 from evenstep.recipes import RECIPES
 
 PAGE = Path(__file__).parent.parent / "docs" / "recipes.md"

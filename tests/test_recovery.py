@@ -21,8 +21,8 @@ from evenstep import (
     snapshot,
     train_step,
 )
-from evenstep.config import from_flat
 from evenstep.errors import ConfigError, WorkerError
+from evenstep.flat import from_flat
 from evenstep.heartbeat import Beat, Heartbeats, Phase, Pulse
 from evenstep.jobs import train_job
 from evenstep.launcher import launch

@@ -9,8 +9,8 @@ import torch
 from loguru import logger
 
 from evenstep.banner import Facts, banner, final_line, group_lines
-from evenstep.config import from_flat, read_toml
 from evenstep.errors import MachineError
+from evenstep.flat import from_flat, read_toml
 from evenstep.records import MetricsFile, save_config
 from evenstep.reporter import Reporter
 from evenstep.timing import Times

@@ -9,8 +9,8 @@ import pytest
 
 from evenstep import cli, track
 from evenstep.banner import Facts
-from evenstep.config import from_flat
 from evenstep.errors import MachineError
+from evenstep.flat import from_flat
 from evenstep.reporter import Reporter
 from evenstep.world import World
 

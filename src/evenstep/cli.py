@@ -15,9 +15,10 @@ from typing import Any
 
 from evenstep import options
 from evenstep import world as worlds
-from evenstep.config import TrainConfig, from_flat, to_flat, write_toml
+from evenstep.config import TrainConfig
 from evenstep.errors import ConfigError, EvenstepError, MemoryExhaustedError, did_you_mean
 from evenstep.flags import wants_help
+from evenstep.flat import from_flat, to_flat, write_toml
 from evenstep.rundir import open_run_dir, rank_0_is_here
 
 HELP = """\

@@ -17,10 +17,11 @@ from typing import Any
 from evenstep import options, pages
 from evenstep.bench.command import REFUSED as NOT_IN_BENCH
 from evenstep.bench.command import BenchOptions
-from evenstep.config import TrainConfig, field_groups
+from evenstep.config import TrainConfig
 from evenstep.doctor.examine import DoctorOptions
 from evenstep.errors import ConfigError, did_you_mean
 from evenstep.flags import wants_help
+from evenstep.flat import field_groups
 from evenstep.inspection import ACTIONS
 from evenstep.verify.command import REFUSED as NOT_IN_VERIFY
 from evenstep.verify.command import VerifyOptions

@@ -18,7 +18,7 @@ from torch.utils.data import Subset
 
 from evenstep import checkpoint
 from evenstep.banner import Facts
-from evenstep.config import MODELS, TrainConfig, sizes_of, to_flat
+from evenstep.config import MODELS, TrainConfig, sizes_of
 from evenstep.data.augment import Augment, to_tensor
 from evenstep.data.cache import ImageArrays
 from evenstep.data.dataset import num_samples
@@ -26,6 +26,7 @@ from evenstep.data.loader import Loader
 from evenstep.data.sources import Source, open_source
 from evenstep.errors import ConfigError
 from evenstep.evaluation import evaluate
+from evenstep.flat import to_flat
 from evenstep.loop import Cadence, FitResult, fit
 from evenstep.metrics import classification, weights_sha256
 from evenstep.models import build, check_sizes, num_parameters, takes_num_classes

@@ -18,10 +18,11 @@ import torch
 from filelock import FileLock
 
 from evenstep import checkpoint, devices
-from evenstep.config import TrainConfig, from_flat
+from evenstep.config import TrainConfig
 from evenstep.data.batch import Batch, LaneBatch
 from evenstep.devices import GpuUse
 from evenstep.errors import EvenstepError, MachineError, MemoryExhaustedError
+from evenstep.flat import from_flat
 from evenstep.manifest import read_manifest
 from evenstep.state import TrainState
 from evenstep.world import World

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evenstep.config import CROSS_ENTROPY, TrainConfig, to_flat
+from evenstep.config import CROSS_ENTROPY, TrainConfig
 from evenstep.errors import ConfigError
+from evenstep.flat import to_flat
 from evenstep.world import Placement
 
 _STRENGTH = ("default", "recipe", "run directory", "file", "flag")

@@ -22,14 +22,10 @@ from evenstep.config import (
     ProcessConfig,
     RunConfig,
     TrainConfig,
-    check_values,
-    field_groups,
-    from_flat,
-    read_toml,
-    to_flat,
 )
 from evenstep.errors import CheckpointError, ConfigError
 from evenstep.flags import keys_of, read_flags, scan_flags, wants_help
+from evenstep.flat import check_values, field_groups, from_flat, read_toml, to_flat
 from evenstep.needs import without_effect
 from evenstep.recipes import recipe_values
 from evenstep.rundir import RUNS, checkpoints, newest_run

@@ -13,9 +13,10 @@ from typing import Any
 from loguru import logger
 
 from evenstep import report
-from evenstep.config import TrainConfig, from_flat, write_toml
+from evenstep.config import TrainConfig
 from evenstep.errors import MachineError
 from evenstep.files import write_whole
+from evenstep.flat import from_flat, write_toml
 from evenstep.world import World
 
 

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from evenstep import files
-from evenstep.config import TrainConfig, field_groups, from_flat, read_toml, to_flat
+from evenstep.config import TrainConfig
 from evenstep.errors import ConfigError, EvenstepError, MachineError
+from evenstep.flat import field_groups, from_flat, read_toml, to_flat
 
 REPORT = "report.html"
 SOURCES = "sources.json"

@@ -18,8 +18,9 @@ from loguru import logger
 
 from evenstep import report
 from evenstep.banner import Facts, banner, group_lines
-from evenstep.config import TrainConfig, from_flat, to_flat
+from evenstep.config import TrainConfig
 from evenstep.errors import MachineError, StoppedError
+from evenstep.flat import from_flat, to_flat
 from evenstep.metrics import RateMeter
 from evenstep.records import MetricsFile, save_config, start_line
 from evenstep.timing import Times, slowest

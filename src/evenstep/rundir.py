@@ -13,8 +13,9 @@ from pathlib import Path
 
 from evenstep import machines
 from evenstep import world as worlds
-from evenstep.config import TrainConfig, from_flat
+from evenstep.config import TrainConfig
 from evenstep.errors import CheckpointError, ConfigError, MachineError
+from evenstep.flat import from_flat
 
 RUNS = Path("runs")
 

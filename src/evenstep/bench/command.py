@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from evenstep import cli, flags, options
 from evenstep import world as worlds
-from evenstep.config import TrainConfig, check_batch_size, from_flat
+from evenstep.config import TrainConfig, check_batch_size
 from evenstep.errors import ConfigError, MachineError
+from evenstep.flat import from_flat
 
 if TYPE_CHECKING:
     from evenstep.bench.results import Report

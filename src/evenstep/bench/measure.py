@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 from evenstep import jobs
 from evenstep.bench.peak import Peak, flops_of, peak_of
 from evenstep.bench.plan import Row
-from evenstep.config import TrainConfig, from_flat
+from evenstep.config import TrainConfig
 from evenstep.data.batch import Batch
 from evenstep.data.sources import Source
+from evenstep.flat import from_flat
 from evenstep.muon import compute_in
 from evenstep.numerics import autocast
 from evenstep.objective import loss_of

@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from evenstep import cli, flags, options
 from evenstep import world as worlds
-from evenstep.config import TrainConfig, check_batch_size, from_flat
+from evenstep.config import TrainConfig, check_batch_size
 from evenstep.errors import ConfigError
+from evenstep.flat import from_flat
 
 PROG = "evenstep verify"
 STEPS = 5
