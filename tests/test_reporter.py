@@ -169,12 +169,13 @@ def test_a_restarted_worker_does_not_repeat_the_banner(tmp_path):
     assert stream.getvalue() == ""  # what happened and from where it goes on is said by recovery.py
 
 
-def test_the_first_step_after_a_restart_says_nothing_about_the_speed(tmp_path):
+@pytest.mark.parametrize("repeats", [0, 1])
+def test_the_first_step_after_a_restart_says_nothing_about_the_speed(repeats, tmp_path):
     config = from_flat({"log_every": 1})
     with Reporter(config, world(run_dir=str(tmp_path), restart=1), io.StringIO()) as reporter:
-        reporter.start(Facts(**{**vars(FACTS), "start_step": 7}))
-        reporter.step(8, 0, 1.0, 0.05, 128)
-        reporter.step(9, 0, 1.0, 0.05, 128)
+        reporter.start(Facts(**{**vars(FACTS), "start_step": 8, "repeats": repeats}))
+        reporter.step(9 - repeats, 0, 1.0, 0.05, 128)
+        reporter.step(10 - repeats, 0, 1.0, 0.05, 128)
     start, first, second = lines_of(tmp_path / "metrics.jsonl")
     assert start["restart"] == 1
     assert first["images_per_s"] is None
@@ -217,6 +218,20 @@ def test_a_resumed_run_drops_the_lines_it_does_again_and_a_line_cut_off(tmp_path
     assert [line["step"] for line in lines_of(path)] == [10, 20, 25]
     assert lines_of(path)[-1]["loss"] is None
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_run_that_was_cut_off_after_a_step_reports_that_one_again_and_goes_on_from_it(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    before = [("start", 0), ("train", 6), ("start", 7), ("train", 7), ("eval", 7), ("train", 8)]
+    path.write_text("".join(json.dumps({"kind": kind, "step": step}) + "\n" for kind, step in before))
+    stream = io.StringIO()
+    with Reporter(from_flat({"log_every": 1}), world(run_dir=str(tmp_path)), stream) as reporter:
+        reporter.start(Facts(**{**vars(FACTS), "start_step": 7, "repeats": 1}))
+        reporter.step(7, 0, 1.0, 0.05, 128)
+        reporter.step(8, 0, 1.0, 0.05, 128)
+    assert "going on from step 7 " in stream.getvalue()
+    after = [("start", 0), ("train", 6), ("start", 7), ("start", 7), ("train", 7), ("train", 8)]
+    assert [(line["kind"], line["step"]) for line in lines_of(path)] == after
 
 
 def test_a_new_run_begins_a_new_file(tmp_path):

@@ -26,7 +26,9 @@ class Facts:
         num_parameters: how many numbers the model learns.
         groups: the optimizer's ``param_groups``.
         lr: the learning rate that the schedule starts from.
-        start_step: the step that the run goes on from, 0 for a new run.
+        start_step: the steps that are committed when the run goes on, 0 for a new run.
+        repeats: how many of them are reported once more: the last one, if what the loop does after it was
+            cut off.
         start_epoch: the epoch that belongs to it.
         data_note: why these data and no others, if that was decided for the user.
         classes_note: how many classes were assumed, if the data do not say.
@@ -43,11 +45,17 @@ class Facts:
     groups: Sequence[Mapping[str, Any]] = ()
     lr: float | None = None
     start_step: int = 0
+    repeats: int = 0
     start_epoch: int = 0
     data_note: str | None = None
     classes_note: str | None = None
     precision: str | None = None
     precision_note: str | None = None
+
+    @property
+    def first_step(self) -> int:
+        """The number of the first step that will be reported, counted from 1."""
+        return self.start_step - self.repeats + 1
 
 
 def banner(config: TrainConfig, world: World, facts: Facts) -> list[str]:

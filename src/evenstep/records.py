@@ -66,15 +66,21 @@ def _write_errors(run_dir: Path) -> Iterator[None]:
 class MetricsFile:
     """``metrics.jsonl``: one JSON object a line, which reads as one run however often it was resumed.
 
-    Opening it drops lines of steps after ``start_step``, which will be done again, and a line that a
-    crash cut off.
+    Opening it drops lines of steps that will be reported again, and a line that a crash cut off.
+
+    Args:
+        path: the file.
+        start_step: the steps that are committed; those after it will be done again.
+        repeats: how many of the committed steps will be reported again.
     """
 
-    def __init__(self, path: Path, start_step: int) -> None:
+    def __init__(self, path: Path, start_step: int, repeats: int = 0) -> None:
         kept = []
         for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
             with contextlib.suppress(ValueError, TypeError, KeyError):
-                if start_step and json.loads(line)["step"] <= start_step:
+                found = json.loads(line)
+                # A start is not done again.
+                if start_step and found["step"] <= start_step - repeats * (found["kind"] != "start"):
                     kept.append(line + "\n")
         self._failed = False
         with _write_errors(path.parent):

@@ -82,7 +82,7 @@ class Reporter:
             run_dir = Path(self._world.run_dir)
             run_dir.mkdir(parents=True, exist_ok=True)
             save_config(self._config, run_dir, self._world)
-            self._metrics = MetricsFile(run_dir / "metrics.jsonl", facts.start_step)
+            self._metrics = MetricsFile(run_dir / "metrics.jsonl", facts.start_step, facts.repeats)
             self._metrics.write(
                 **start_line(
                     self._world,
@@ -107,11 +107,11 @@ class Reporter:
                     resumed=bool(facts.start_step or self._world.restart),
                 )
             if self._config.output.tensorboard:
-                self._board = _open_board(run_dir / "tensorboard", facts.start_step)
+                self._board = _open_board(run_dir / "tensorboard", facts.first_step - 1)
         if self._shown and self._stream.isatty():
             self._bar = tqdm.tqdm(
                 total=facts.total_steps,
-                initial=facts.start_step,
+                initial=facts.first_step - 1,
                 desc="Iter (loss=-)",
                 unit="step",
                 file=self._stream,
@@ -135,7 +135,7 @@ class Reporter:
         """
         if not self._active:
             return
-        if self._world.restart and self._facts is not None and step == self._facts.start_step + 1:
+        if self._world.restart and self._facts is not None and step == self._facts.first_step:
             # It may have been done before the failure, and take no time now. It says nothing about the speed.
             self._meter.restart_clock()
         else:
