@@ -2,6 +2,7 @@ import io
 import json
 import os
 import re
+import subprocess
 import sys
 
 import pytest
@@ -295,3 +296,43 @@ def test_the_slowest_rank_is_told_at_the_end(tmp_path):
         reporter.times(10, 1, Times(10, [0.0, 0.0], [10.0, 10.0], [0.0, 4.0]))
         reporter.finish({}, None)
     assert stream.getvalue().splitlines()[-1].startswith("rank 0 was the slowest: the other waited 40 %")
+
+
+STOPPING_LOSS = """
+import os, signal, time
+from pathlib import Path
+from torch.nn import functional
+
+calls = []
+
+
+def loss(model, batch):
+    calls.append(1)
+    if len(calls) == 3 and not Path("stopped").exists():
+        Path("stopped").touch()
+        os.kill(int(Path("pid").read_text()), signal.SIGTERM)
+    time.sleep(0.3)  # so that the signal arrives before the last step
+    return functional.cross_entropy(model(batch[0]), batch[1])
+"""
+
+
+def test_a_stopped_command_goes_on_from_the_step_that_it_has_named(tmp_path):
+    (tmp_path / "stopping.py").write_text(STOPPING_LOSS)
+    words = f"{sys.executable} -m evenstep train --data digits --loss stopping:loss --nproc 1 --epochs 1 "
+    words += "--batch-size 200 --device cpu --log-every 1 --run-dir run"
+
+    def run(more=""):
+        command = ["sh", "-c", f"echo $$ > pid; exec {words} {more}"]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+
+    stopped = run()
+    found = re.search(r"stopped and saved after step (\d+) ", stopped.stderr)
+    assert (stopped.returncode, found is not None) == (75, True), stopped.stderr
+    resumed = run("--resume")
+    assert (resumed.returncode, f"going on from step {found[1]} " in resumed.stderr) == (0, True), (
+        resumed.stderr
+    )
+    lines = lines_of(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines if line["kind"] == "start"] == [0, int(found[1])]
+    assert [line["step"] for line in lines if line["kind"] == "train"] == list(range(1, 9))
+    assert lines[-1]["step"] == 8

@@ -135,7 +135,8 @@ class Reporter:
         """
         if not self._active:
             return
-        if self._world.restart and self._facts is not None and step == self._facts.first_step:
+        facts = self._facts
+        if facts is not None and step == facts.first_step and (self._world.restart or facts.repeats):
             # It may have been done before the failure, and take no time now. It says nothing about the speed.
             self._meter.restart_clock()
         else:
