@@ -99,3 +99,9 @@ def test_image_sizes_need_images(evenstep):
     assert re.search(
         "error: --image-sizes scales images, and a batch .* a dict with the keys image, label", text
     )
+
+
+def test_batchnorm_global_needs_batchnorm(evenstep):
+    code, text = evenstep("named", "--batchnorm", "global")
+    assert code == 2
+    assert "--batchnorm global does nothing with --model project" in text

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from loguru import logger
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.data import Subset
 
@@ -249,6 +250,14 @@ def _augment(config: TrainConfig) -> Augment:
     return Augment(crop_padding=data.crop_padding, crop_border=data.crop_border, flip=data.flip)
 
 
+def _check_batchnorm(config: TrainConfig, model: nn.Module) -> None:
+    if config.model.batchnorm == "global" and not any(isinstance(m, _BatchNorm) for m in model.modules()):
+        raise ConfigError(
+            f"--batchnorm global does nothing with --model {config.model.model}: it has no BatchNorm. Use "
+            "--batchnorm lane."
+        )
+
+
 def _init_from_images(model: nn.Module, config: TrainConfig, source: Source) -> None:
     """Show some training images to a model that computes weights from them: ``init_from_images``."""
     init = getattr(model, "init_from_images", None)
@@ -271,7 +280,8 @@ def _loader(config: TrainConfig, source: Source, world: World) -> Loader:
     if own and config.data.augment:
         raise ConfigError(
             f"--augment works on images that evenstep decodes itself, but {config.data.data} gives a Dataset "
-            "of your own. Put the random transforms into its __getitem__ and leave out --augment."
+            "of your own. Put the random transforms into its __getitem__, and leave out --augment (with a "
+            "recipe that sets it: --no-augment)."
         )
     return Loader(
         source.train,
@@ -298,6 +308,7 @@ def _optimizer(config: TrainConfig, model: nn.Module) -> Optimizer:
 def _state(config: TrainConfig, source: Source, steps_per_epoch: int | None, world: World) -> TrainState:
     optim = config.optim
     model = _model(config, source)
+    _check_batchnorm(config, model)
     _init_from_images(model, config, source)
     optimizer = _optimizer(config, model)
     schedule = make_schedule(
