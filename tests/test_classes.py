@@ -24,6 +24,10 @@ def named():
     return {"train": pair, "test": pair, "classes": list("abcde")}
 
 
+def untested():
+    return TensorDataset(images, labels), None
+
+
 def wrong_train():
     train = TensorDataset(images, torch.where(torch.arange(24) == 17, 12, labels))
     return {"train": train, "test": TensorDataset(images, labels), "classes": list("abcde")}
@@ -105,3 +109,18 @@ def test_batchnorm_global_needs_batchnorm(evenstep):
     code, text = evenstep("named", "--batchnorm", "global")
     assert code == 2
     assert "--batchnorm global does nothing with --model project" in text
+
+
+def test_data_may_have_no_test_set(evenstep):
+    code, text = evenstep("untested")
+    assert code == 0, text
+    assert "train images" in text
+    assert "test" not in text.split("train images")[1].splitlines()[0]
+
+
+@pytest.mark.parametrize("option", ["--tta flip", "--metrics a:b", "--evaluate-every 2"])
+def test_what_is_said_of_a_test_set_needs_one(option, evenstep):
+    code, text = evenstep("untested", *option.split())
+    told = option.removeprefix("--").replace("-", "_")
+    assert code == 2
+    assert f"error: {told} does nothing with --data project" in text

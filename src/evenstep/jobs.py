@@ -19,7 +19,7 @@ from torch.utils.data import Subset
 
 from evenstep import checkpoint
 from evenstep.banner import Facts
-from evenstep.config import MODELS, TrainConfig, sizes_of
+from evenstep.config import MODELS, OutputConfig, TrainConfig, sizes_of
 from evenstep.data.augment import Augment, to_tensor
 from evenstep.data.cache import ImageArrays
 from evenstep.data.dataset import num_samples
@@ -36,6 +36,7 @@ from evenstep.objective import best_of, loss_of, metrics_of, own_metrics
 from evenstep.optim import make_optimizer, make_schedule
 from evenstep.precision import PRECISIONS, support, tell
 from evenstep.predictions import Recorder, summary
+from evenstep.recipes import recipe_values
 from evenstep.reporter import Reporter
 from evenstep.state import TrainState
 from evenstep.step import Loss, train_step
@@ -63,6 +64,7 @@ def train_job(world: World, config: TrainConfig) -> dict[str, Any]:
         What ``evenstep train --json`` prints; the same on every rank, but for times.
     """
     source = _source(config)
+    _check_test_set(config, source)
     optim = config.optim
     recorder = Recorder()
     with Reporter(config, world) as reporter, _loader(config, source, world) as loader:
@@ -199,6 +201,18 @@ def _test_values(config: TrainConfig, metrics: dict[str, float], source: Source)
 
 def _source(config: TrainConfig) -> Source:
     return open_source(config.data.data, data_dir=config.data.data_dir, cache_dir=config.data.cache_dir)
+
+
+def _check_test_set(config: TrainConfig, source: Source) -> None:
+    """Raise ConfigError if an option is given that says how a test set is evaluated, and there is none."""
+    by_recipe = {} if config.run.recipe is None else recipe_values(config.run.recipe)
+    asked = {key: getattr(config.output, key) for key in ("tta", "metrics", "evaluate_every")}
+    for key, value in asked.items() if source.test is None else ():
+        if value not in (getattr(OutputConfig(), key), by_recipe.get(key)):
+            raise ConfigError(
+                f"{key} {value} does nothing with --data {config.data.data}: its test set is None. Leave out "
+                f"--{key.replace('_', '-')}, or return a test set, too."
+            )
 
 
 def _test_set(config: TrainConfig, source: Source) -> Any:

@@ -41,7 +41,7 @@ class Source:
     Attributes:
         name: ``cifar10``, ``digits``, the file's name, or ``module:callable``.
         train: ImageArrays, or the user's torch Dataset.
-        test: as ``train``.
+        test: as ``train``; None where the user's data have none.
         classes: the names of the classes in the order of the labels; None if they are not known.
         note: what the user must be told about the choice of data; None if there is nothing.
     """
@@ -280,7 +280,7 @@ def _user_source(spec: str) -> Source:
             f"--data {spec} returned {type(made).__name__}{content}; expected (train, test), or a dict with "
             "train and test (and, if you like, classes)."
         )
-    for split, dataset in (("train", train), ("test", test)):
+    for split, dataset in (("train", train), *(() if test is None else (("test", test),))):
         if not isinstance(dataset, ImageArrays) and not _is_dataset(dataset):
             raise ConfigError(
                 f"--data {spec}: {split} is {type(dataset).__name__}, not a dataset. Return a torch Dataset "
