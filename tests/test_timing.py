@@ -30,8 +30,14 @@ def test_a_long_first_step_is_told_of():
     def line(first_s, steps=100):
         return timing.slowest(timing.Times(steps, [0.0, 0.0], [50.0, 50.0], [None, None], [1.5, first_s]))
 
-    assert line(12.5) == "the first step took 12.5 s, 25 % of the time (--compile compiles in it)"
-    assert line(0.2) == "the first step took 1.5 s, 3 % of the time (--compile compiles in it)"
+    assert (
+        line(12.5)
+        == "the first step took 12.5 s, 25 % of the time (it sets up buffers, and compiles with --compile)"
+    )
+    assert (
+        line(0.2)
+        == "the first step took 1.5 s, 3 % of the time (it sets up buffers, and compiles with --compile)"
+    )
     assert line(12.5, steps=1) is None
     assert timing.slowest(timing.Times(9, [0.0], [5.0], [None], [0.9])) is None
 

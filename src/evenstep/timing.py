@@ -65,7 +65,8 @@ def slowest(times: Times) -> str | None:
     if first_s >= _LONG_FIRST_STEP_S and times.steps > 1:
         share = first_s * len(times.step_s) / total_s
         parts.append(
-            f"the first step took {first_s:.1f} s, {share:.0%} of the time (--compile compiles in it)"
+            f"the first step took {first_s:.1f} s, {share:.0%} of the time (it sets up buffers, and compiles "
+            "with --compile)"
         )
     return "; ".join(parts).replace("%", " %") or None
 
