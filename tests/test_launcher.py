@@ -9,7 +9,7 @@ from evenstep import world as worlds
 from evenstep.errors import ConfigError, MachineError
 from evenstep.launcher import LaunchOptions, _nproc, launch, port_owner
 from evenstep.testing import run_ranks
-from scripts import CPU
+from scripts import CPU, run_script
 
 
 def test_returns_the_value_of_rank_0():
@@ -143,3 +143,36 @@ def test_auto_starts_no_more_processes_than_lanes():
     assert _nproc(options, num_gpus=8) == 1
     assert _nproc(options, num_gpus=0) == 1
     assert _nproc(LaunchOptions(), num_gpus=8) == 8
+
+
+CTRL_C = """
+import multiprocessing, os, signal, time
+from evenstep.launcher import launch, warm_up
+
+STATE = '''
+import signal
+blocked = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+print("blocked" if blocked else "open", signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+'''
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, lambda *_: None)
+    warm_up()
+    server = multiprocessing.forkserver._forkserver._forkserver_pid
+    for _ in range(40):
+        os.killpg(0, signal.SIGINT)
+        time.sleep(0.03)
+    child = multiprocessing.get_context("forkserver").Process(target=exec, args=(STATE,))
+    child.start()
+    child.join()
+    blocked = launch(
+        lambda world: signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()), nproc=1, device="cpu"
+    )
+    print(blocked, server == multiprocessing.forkserver._forkserver._forkserver_pid)
+"""
+
+
+def test_ctrl_c_while_the_fork_server_imports_is_quiet_and_reaches_what_it_forks(tmp_path):
+    done = run_script(CTRL_C, path=tmp_path / "script.py", start_new_session=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == ["open True", "False True"]

@@ -226,10 +226,10 @@ def warm_up(threads: int | None = None) -> None:
     variables = {"OMP_NUM_THREADS": str(threads or 1), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     # A signal to the whole group is for this process, which passes it on; the helpers must outlive it. What
     # is blocked here stays blocked in them.
-    blocked = {signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
+    blocked = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
-        multiprocessing.resource_tracker.ensure_running()  # unblocks SIGTERM when it has begun
+        multiprocessing.resource_tracker.ensure_running()  # unblocks SIGINT and SIGTERM when it has begun
         signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         with world.variables(variables):
             multiprocessing.forkserver.ensure_running()

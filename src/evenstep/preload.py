@@ -39,6 +39,18 @@ MODULES = (
 for _number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
     signal.signal(_number, signal.SIG_IGN)
 
+# SIGINT stays blocked, too: at Ctrl-C the imports below would end with a traceback. multiprocessing ignores
+# it later, but gives what it forks the handler of now, which is Python's own; the mask is taken off here.
+_SERVER = os.getpid()
+
+
+def _heed_ctrl_c() -> None:
+    if os.getppid() == _SERVER:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+os.register_at_fork(after_in_child=_heed_ctrl_c)
+
 # The fork server has nothing to do at its end, and taking torch apart would take it a second. Workers do not
 # come by here: multiprocessing ends them itself.
 atexit.register(os._exit, 0)
