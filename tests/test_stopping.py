@@ -61,6 +61,31 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(number, tmp_path):
     assert checkpoint.load(path).step >= 3
 
 
+def signalled_while_saving(world, who):
+    """Ranks get SIGTERM in step 3, and rank 0 takes a second to write its checkpoint."""
+    model = SmallNet()
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    write = state._saver.save
+
+    def slow(*args, **values):
+        time.sleep(1.0)
+        return write(*args, **values)
+
+    state._saver.save = slow
+    for batch in Loader(images(), 50).batches(state, steps=20):
+        if batch.step == 3 and world.rank in who:
+            os.kill(os.getpid(), signal.SIGTERM)
+        train_step(state, batch, cross_entropy())
+
+
+@pytest.mark.parametrize("who", [(0,), (1,), (0, 1)])
+def test_the_rank_that_saves_is_not_ended_by_the_end_of_the_others(who, tmp_path):
+    """They end long before it has saved, and torch's agent then sends SIGTERM to it, as after a death."""
+    with pytest.raises(StoppedError, match="all ranks stopped and saved after step 4"):
+        launch(signalled_while_saving, who, nproc=2, run_dir=str(tmp_path), **CPU)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000004"]
+
+
 def test_a_handle_stops_after_a_step_and_saves(tmp_path):
     stepped = threading.Event()
     handle = launch(

@@ -30,6 +30,8 @@ class Phase(enum.IntEnum):
     EVALUATING = 2
     SAVING = 3
     DONE = 4
+    STOPPED = 5
+    """All ranks stop after the same step, as asked: the end of this process is no death."""
 
 
 class Activity(enum.IntEnum):

@@ -103,6 +103,7 @@ class Recovery:
         self._snapshot: snapshot.Snapshot | None = None
         self._checkpoint: Path | None = None
         self._leaving = threading.Event()
+        self._stopping = threading.Event()
         self._leave_lock = threading.Lock()
         self.finish: Callable[[], None] = lambda: None
         """Waits for what the process does in the background, such as the writing of a checkpoint."""
@@ -238,8 +239,11 @@ class Recovery:
             end_process(sharedmem.LEFT_EXIT)
 
     def leave_if_possible(self) -> None:
-        """Leave if there is something to save; otherwise main may still end by itself."""
-        if self.has_something_to_save:
+        """Leave if there is something to save; otherwise main may still end by itself.
+
+        A run that stops as it was asked to has its checkpoint, or is writing it: its main does end.
+        """
+        if self.has_something_to_save and not self.is_stopping:
             self.leave()
 
     def leave_with_others(self) -> None:
@@ -256,6 +260,17 @@ class Recovery:
         self.pulse.phase = Phase.DONE
         self.pulse.beat()
 
+    def stopping(self) -> None:
+        """All ranks have agreed to stop after the step in hand: the end of a process is no death."""
+        self._stopping.set()
+        self.pulse.phase = Phase.STOPPED
+        self.pulse.beat()
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the step in hand is the last one, because a process was asked to stop."""
+        return self._stopping.is_set()
+
     @property
     def is_leaving(self) -> bool:
         """Whether a thread saves the state, and ends this process then."""
@@ -271,6 +286,7 @@ class Recovery:
             beat.pid
             and beat.restart == self.restart
             and (done_stay or beat.phase != Phase.DONE)
+            and beat.phase != Phase.STOPPED
             and not sharedmem.is_alive(beat.pid)
             for beat in self.pulse.beats.read()
         )

@@ -343,6 +343,19 @@ class TrainState(Progress):
             self.world.at("in_save", self.step)
         return checkpoint.path_of(self.world.run_dir, self.step)
 
+    def save_to_stop(self) -> Path | None:
+        """Save the checkpoint with which a run stops as it was asked to. Every rank must call, rank 0 writes.
+
+        Returns:
+            As :meth:`save`.
+
+        Raises:
+            MachineError: it cannot be written.
+        """
+        if self.world.recovery is not None:
+            self.world.recovery.stopping()
+        return self.save(wait=True, cut_off=True)
+
     def finish_saving(self) -> None:
         """Wait until the last checkpoint is on the disk.
 

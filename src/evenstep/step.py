@@ -126,7 +126,7 @@ def _raise_diverged(state: TrainState, batch: Batch, mean: Tensor, own: dict[int
 
 
 def _raise_stopped(state: TrainState, totals: Totals) -> NoReturn:
-    path = state.save(wait=True, cut_off=True)
+    path = state.save_to_stop()
     saved = "" if state.world.run_dir is None else " and saved"
     raise StoppedError(
         f"asked to stop: all ranks stopped{saved} after step {state.step}"

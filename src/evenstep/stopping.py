@@ -131,6 +131,8 @@ class Signals:
         seen, since = (pulse.step, pulse.phase), time.monotonic()
         died_at: float | None = None
         while not self._ended.wait(_LOOK_EVERY_S):
+            if self._recovery.is_stopping:
+                return  # the signal was that wish, or comes after a rank that has stopped already
             now = pulse.step, pulse.phase
             if now != seen or pulse.saving or pulse.phase == Phase.SAVING:
                 seen, since = now, time.monotonic()
