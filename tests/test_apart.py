@@ -11,17 +11,18 @@ from pathlib import Path
 import pytest
 
 from conftest import descendants, gone_within, processes
-from evenstep import apart
+from evenstep import apart, checkpoint
+from test_owners import left
 
 STEPS = ["--data", "digits", "--nproc", "1", "--threads", "1", "--device", "cpu", "--log-every", "1"]
 
 
 @contextlib.contextmanager
-def started(directory, **how):
+def started(directory, *more, **how):
     """``evenstep train``, once it has done its first step."""
     words = [sys.executable, "-m", "evenstep", "train", *STEPS, "--epochs", "10000", "--run-dir", "run"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(words, cwd=directory, **pipes, **how) as process:
+    with subprocess.Popen([*words, *more], cwd=directory, **pipes, **how) as process:
         try:
             assert any(line.startswith("step 1/") for line in process.stdout)
             yield process
@@ -57,6 +58,23 @@ def test_ctrl_c_in_a_terminal_comes_once_and_all_is_saved(command, tmp_path):
     assert command.returncode == 130, text
     assert "asked to stop: all ranks stopped and saved" in text
     assert saved(tmp_path)
+
+
+def test_ctrl_backslash_in_a_terminal_ends_all_at_once_and_leaves_nothing(tmp_path):
+    temporary = tmp_path / "t"
+    temporary.mkdir()
+    how = {"preexec_fn": os.setpgrp, "env": os.environ | {"TMPDIR": str(temporary)}}
+    with started(tmp_path, "--checkpoint-every-steps", "1", **how) as command:
+        pids = [command.pid, *descendants(command.pid)]
+        assert not gone_within(lambda: not checkpoint.directories(tmp_path / "run"), 60)
+        os.killpg(command.pid, signal.SIGQUIT)
+        text, _ = command.communicate(timeout=60)
+        assert command.returncode == 131, text
+        assert "error" not in text
+        assert "saved" not in text
+        assert not gone_within(lambda: left(temporary, pids))
+    newest = checkpoint.directories(tmp_path / "run")[0]
+    assert checkpoint.verify(newest) == []
 
 
 def test_ctrl_z_holds_the_work_fg_goes_on_and_kill_stops_it(command, tmp_path):

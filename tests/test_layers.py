@@ -23,6 +23,7 @@ LAYERS = {
     "values": ["errors", "recipes", "config", "flat", "schedulers", "world", "machines"],
     "ground": [
         "files",
+        "owners",
         "sharedmem",
         "heartbeat",
         "allocator",

@@ -17,6 +17,7 @@ from evenstep import (
     checkpoint,
     cross_entropy,
     evaluate,
+    owners,
     sharedmem,
     snapshot,
     train_step,
@@ -468,7 +469,7 @@ def test_what_dead_launchers_left_is_removed_and_what_living_ones_have_is_not(tm
     monkeypatch.setattr(sharedmem, "SHARED_MEMORY", tmp_path)
     dead = tmp_path / "evenstep-dead"
     dead.mkdir()
-    (dead / "owner").write_text("4194304999")  # above every process id
+    owners.name(dead, 4194304999)  # above every process id
     mine = sharedmem.Owned()
     other = sharedmem.Owned()
     assert not dead.exists()

@@ -11,10 +11,8 @@ import multiprocessing
 import multiprocessing.process
 import os
 import secrets
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -37,7 +35,19 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from evenstep import devices, errors, failure, health, log, machines, rendezvous, sharedmem, worker, world
+from evenstep import (
+    devices,
+    errors,
+    failure,
+    health,
+    log,
+    machines,
+    owners,
+    rendezvous,
+    sharedmem,
+    worker,
+    world,
+)
 from evenstep.channel import Peer, Server
 from evenstep.errors import EvenstepError, MachineError, StoppedError, WorkerError
 from evenstep.heartbeat import Heartbeats, Phase
@@ -51,11 +61,11 @@ _MANY = 1_000_000  # on several machines the restarts are counted for all of the
 _LEAVE_S = 15.0
 _WORD_S = 5.0
 _BACKEND = "evenstep-one-machine"
-_MAX_PARENT = 70  # a socket's path may have 107 characters on Linux, 103 elsewhere
 _SPEC_LOCK = threading.Lock()
 MAX_RESTARTS = 3
-# The last one is torch's agent's, which wants at least one.
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
+_OF_TORCH = signal.SIGURG
+"""torch's agent wants to handle at least one. Nobody sends this one."""
 _SAME_S = 0.2
 """A second SIGINT within so many seconds is the first one: sent to every process, it comes here twice."""
 
@@ -125,8 +135,9 @@ class Run:
         self._children: list[multiprocessing.process.BaseProcess] = []
         self._hidden = contextlib.ExitStack()
         self._key = secrets.token_bytes(32)
-        self.directory = private_directory()
         self.shared = sharedmem.Owned(plan.setting.run_dir)
+        self._private = owners.Directory()
+        self.directory = str(self._private.path)
         self._beats = Heartbeats(self.shared.path, plan.nproc)
         self._meeting: rendezvous.Meeting | None = None
         self._lost: Cause | None = None
@@ -144,7 +155,7 @@ class Run:
             )
         except BaseException:
             self.shared.close()
-            shutil.rmtree(self.directory, ignore_errors=True)
+            self._private.close()
             raise
 
     def run(self) -> Any:
@@ -173,7 +184,7 @@ class Run:
             self.server.close()
             self._relay.close()
             self.shared.close()
-            shutil.rmtree(self.directory, ignore_errors=True)
+            self._private.close()
 
     def _watchdog(self, logger: Any) -> health.Watchdog:
         """Return the thread that reports hangs, and ends the workers if that is wished."""
@@ -366,7 +377,7 @@ class Run:
             start_method=self._plan.start_method,
             local_addr="127.0.0.1",
             logs_specs=_Starts(self),
-            signals_to_handle="SIGQUIT",  # at least one; the others are ours
+            signals_to_handle=_OF_TORCH.name,
             shutdown_timeout=max(1, math.ceil(self._plan.grace_s)),
         )
 
@@ -544,14 +555,14 @@ class Run:
 
     @contextlib.contextmanager
     def _signals_handled(self) -> Iterator[None]:
-        """Pass a wish to stop on to the workers inside this block; the second one ends them at once."""
+        """Pass a wish to stop on to the workers in this block; SIGQUIT or a second SIGINT ends them."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.getsignal(number) for number in _SIGNALS}
-        for number in _SIGNALS[:-1]:
-            # Left alone: what nohup or a shell's & ignores, and a meaning of its own that SIGUSR1 has here.
-            is_own = number == signal.SIGUSR1 and before[number] != signal.SIG_DFL
+        before = {number: signal.getsignal(number) for number in (*_SIGNALS, _OF_TORCH)}
+        for number in _SIGNALS:
+            # Left alone: what nohup or a shell's & ignores, and two that may have another meaning here.
+            is_own = number in (signal.SIGUSR1, signal.SIGQUIT) and before[number] != signal.SIG_DFL
             if before[number] != signal.SIG_IGN and not is_own:
                 signal.signal(number, self._on_signal)
         try:
@@ -563,12 +574,13 @@ class Run:
 
     def _on_signal(self, number: int, _: object) -> None:
         # No lock may be taken here: the main thread may hold it.
-        if self._signal is None:
+        if number == signal.SIGQUIT:  # Ctrl-\: at once, whatever came before
+            self._signal, self._is_killed = signal.SIGQUIT, True
+            work: Callable[[], None] = self.server.kill
+        elif self._signal is None:
             self._signal, self._signal_at = signal.Signals(number), time.monotonic()
             grace_s = self._time_to_stop_s
-            work: Callable[[], None] = functools.partial(
-                self.server.ask_to_stop, number, grace_s, self._is_saving
-            )
+            work = functools.partial(self.server.ask_to_stop, number, grace_s, self._is_saving)
         elif number == self._signal == signal.SIGINT and time.monotonic() - self._signal_at > _SAME_S:
             self._is_killed = True
             work = self.server.kill
@@ -613,12 +625,6 @@ class _OneMachine(RendezvousHandler):
     def shutdown(self) -> bool:
         """Return True: nothing is held."""
         return True
-
-
-def private_directory() -> str:
-    """Make a directory that only this user can enter, with a name short enough for a Unix socket in it."""
-    parent = tempfile.gettempdir()
-    return tempfile.mkdtemp(prefix="evenstep-", dir=parent if len(parent) <= _MAX_PARENT else "/tmp")
 
 
 class _Starts(LogsSpecs):

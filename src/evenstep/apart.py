@@ -17,9 +17,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from evenstep import relay, world
+from evenstep import relay, sharedmem, world
 
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 # Those of the fork server, which its children do not find out by themselves.
 _SERVER = ("_forkserver_address", "_forkserver_authkey")
 # What multiprocessing takes for the exit code of a process whose fork server is gone.
@@ -62,6 +62,7 @@ def run(work: Callable[..., int], *args: Any) -> int:
         except EOFError:
             process.join()
             code = process.exitcode or 0
+            sharedmem.remove_leftovers()  # it may have been killed
         else:
             process.join()
             return code

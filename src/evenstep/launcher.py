@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import cloudpickle
 
-from evenstep import machines, program, world
+from evenstep import machines, program, sharedmem, world
 from evenstep.errors import ConfigError, MachineError, did_you_mean
 
 if TYPE_CHECKING:
@@ -226,12 +226,12 @@ def warm_up(threads: int | None = None) -> None:
     variables = {"OMP_NUM_THREADS": str(threads or 1), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     # A signal to the whole group is for this process, which passes it on; the helpers must outlive it. What
     # is blocked here stays blocked in them.
-    blocked = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
+    blocked = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
         multiprocessing.resource_tracker.ensure_running()  # unblocks SIGINT and SIGTERM when it has begun
         signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
-        with world.variables(variables):
+        with world.variables(variables), sharedmem.sockets():
             multiprocessing.forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

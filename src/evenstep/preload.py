@@ -11,6 +11,7 @@ import gc
 import importlib
 import os
 import signal
+import time
 
 # torch._dynamo is imported by the constructor of DistributedDataParallel, which takes about a second.
 MODULES = (
@@ -36,7 +37,7 @@ MODULES = (
 )
 
 # As for the helper processes in launcher.warm_up, whose mask of blocked signals the workers take off.
-for _number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+for _number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT):
     signal.signal(_number, signal.SIG_IGN)
 
 # SIGINT stays blocked, too: at Ctrl-C the imports below would end with a traceback. multiprocessing ignores
@@ -51,9 +52,27 @@ def _heed_ctrl_c() -> None:
 
 os.register_at_fork(after_in_child=_heed_ctrl_c)
 
-# The fork server has nothing to do at its end, and taking torch apart would take it a second. Workers do not
-# come by here: multiprocessing ends them itself.
-atexit.register(os._exit, 0)
+_GONE_TRIES, _GONE_EVERY_S = 100, 0.005
+_parent = os.getppid()
+
+
+def _end() -> None:
+    """Remove what the launching process has left if it was killed, and end.
+
+    Taking torch apart would take a second. Workers do not come by here: multiprocessing ends them itself.
+    """
+    with contextlib.suppress(Exception):
+        from evenstep import sharedmem
+
+        for _ in range(_GONE_TRIES):  # its files are closed a little before it is gone
+            if os.getppid() != _parent or not sharedmem.is_alive(_parent):
+                break
+            time.sleep(_GONE_EVERY_S)
+        sharedmem.remove_leftovers()
+    os._exit(0)
+
+
+atexit.register(_end)
 
 # Imports make many objects and hardly any garbage; looking for it takes a quarter of the time. What there
 # is then stays for good: workers that looked through it would each copy the pages that it is on.

@@ -120,7 +120,10 @@ def entry(job: Job) -> None:
     _die_with_parent()
     for number in (signal.SIGTERM, signal.SIGUSR1):  # the fork server ignores them (preload.py)
         signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGUSR1})
+    # Ctrl-\ comes to all. The launching process ends this one then, which does not die of it by itself, so
+    # that nobody takes it for a failure; a program that main starts gets the signal's own action.
+    signal.signal(signal.SIGQUIT, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGUSR1, signal.SIGQUIT})
     agents = {
         name: value
         for name, value in world.environment().items()
