@@ -1,5 +1,10 @@
 """N processes have the bits of one, and one process has the bits of plain PyTorch."""
 
+import gc
+import threading
+import time
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -194,3 +199,22 @@ def test_sum_and_count_give_the_mean_over_tokens():
     for ours, expected in found:
         torch.testing.assert_close(ours, expected)
         assert torch.equal(ours, found[0][0])
+
+
+def test_a_state_that_is_dropped_is_freed_and_its_thread_ends():
+    def kept(world):
+        state, _ = trained(world, epochs=1)
+        model = weakref.ref(state.model)
+        del state
+        following, _ = trained(world, epochs=0)  # a state that is dropped is kept until the next one is made
+        gc.collect()
+        deadline = time.monotonic() + 10
+        while num_threads() > (world.lanes > 2) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return model() is None, num_threads(), following.step
+
+    def num_threads():
+        return sum(t.name == "evenstep-communication" for t in threading.enumerate())
+
+    assert run_ranks(kept, 2, lanes=2) == [(True, 0, 0)] * 2  # a plain all-reduce needs no thread
+    assert run_ranks(kept, 3, lanes=4) == [(True, 1, 0)] * 3

@@ -192,9 +192,13 @@ class CommunicationThread:
         return future
 
     def close(self) -> None:
-        """End the thread after the pending jobs."""
-        self._jobs.put(None)
+        """End the thread after the pending jobs, and wait for it."""
+        self.end()
         self._thread.join(timeout=5)
+
+    def end(self) -> None:
+        """Let the thread end after the pending jobs; any thread may call."""
+        self._jobs.put(None)
 
     def _run(self) -> None:
         if self._device.type == "cuda":
@@ -208,3 +212,4 @@ class CommunicationThread:
             except Exception as error:  # handed to whoever waits for the future
                 self.error = self.error or error
                 future.set_exception(error)  # type: ignore[arg-type]
+            del item, job, future  # they hold the gradients, and would while the thread waits

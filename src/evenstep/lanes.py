@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -71,9 +72,10 @@ class Lanes:
                     assert isinstance(group, dist.ProcessGroup)  # every rank is in it
                     self._exchange = Exchange.of(world, group)
                 self._thread = CommunicationThread(self._device)
+                weakref.finalize(self, self._thread.end).atexit = False
             ddp = _wrap(module, self._device, find_unused=self._allow_unused)
             if self._exact:
-                ddp.register_comm_hook(None, self._hook)
+                ddp.register_comm_hook(None, _weakly(self._hook))
             self._ddp = ddp
 
     def close(self) -> None:
@@ -293,16 +295,15 @@ class Lanes:
 
         return wait
 
-    # DDP checks the annotations of a hook, and cannot read them where they are strings: so there are none.
-    def _hook(self, _state, bucket):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
+    def _hook(self, _state: None, bucket: Any) -> torch.futures.Future[Tensor]:
         """Reduce one bucket of DDP. Called by backward, bucket by bucket, in the same order on every rank.
 
         Args:
             _state: not used.
-            bucket: torch.distributed.GradBucket.
+            bucket: a torch.distributed.GradBucket.
 
         Returns:
-            torch.futures.Future of the reduced buffer.
+            The reduced buffer.
         """
         self._world.at("in_reduce", self._step)
         buffer, params = bucket.buffer(), bucket.parameters()
@@ -326,6 +327,22 @@ class Lanes:
             torch._foreach_copy_(param_views(node, params), [earlier[i] for i in index])
         assert self._thread is not None
         return self._thread.submit(lambda: _reduced([*nodes, buffer], self._exchange, buffer))
+
+
+def _weakly(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook for DDP that does not keep the method's object alive.
+
+    DDP keeps a hook in C++, where Python cannot see that both hold each other, and would never free them.
+    """
+    method = weakref.WeakMethod(hook)
+
+    # DDP checks the annotations of a hook, and cannot read them where they are strings: so there are none.
+    def called(state, bucket):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
+        alive = method()
+        assert alive is not None, "a backward pass of lanes that have been dropped"
+        return alive(state, bucket)
+
+    return called
 
 
 def _reduced(nodes: Sequence[Tensor], exchange: Exchange, out: Tensor) -> Tensor:
