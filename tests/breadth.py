@@ -437,6 +437,72 @@ def small_evaluations(world):
 # Two models
 
 
+class Noisy(torch.optim.SGD):
+    """Adds noise to the weights, as Langevin dynamics does."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(torch.randn_like(p), alpha=0.01)
+
+
+def optimizer_with_noise(world):
+    return train(world, plain(), optimizer=lambda params: Noisy(params, lr=0.1))
+
+
+def random_numbers_in_the_loop(world):
+    """Before the step (mixed samples) and after it (pruned weights), from all generators."""
+    model = plain()
+    state = TrainState(model, sgd(model.parameters()))
+    drawn = []
+    for batch in Loader(vectors(), 32).batches(state, epochs=1):
+        drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
+        train_step(state, batch, cross_entropy())
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(torch.rand_like(p) > 0.1)
+    assert len(set(drawn)) == len(drawn)
+    state.lanes.close()
+    return digest(state), drawn
+
+
+def evaluation_that_draws(world):
+    """The evaluation of a model that samples, as a variational autoencoder does; the loop's numbers go on."""
+    model = nn.Linear(WIDTH, 5)
+    torch.manual_seed(3)
+    expected = torch.rand(())
+    torch.manual_seed(3)
+
+    def metrics(model, batch):
+        return {"sampled": (model(batch[0]) + torch.randn(len(batch[0]), 5)).mean(1)}
+
+    found = evaluate(model, vectors(), metrics, chunk_size=8)
+    assert torch.equal(torch.rand(()), expected)
+    return found
+
+
+class Rotary(nn.Module):
+    """Caches a table in its first forward pass, whoever asks for that."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("table", None, persistent=False)
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = torch.cos(torch.arange(WIDTH, dtype=torch.float32))
+        return self.inner(x) * self.table
+
+
+def cache_made_in_evaluation(world):
+    model = sequential(Rotary())
+    accuracy = evaluate(model, vectors(), lambda model, batch: {"sum": model(batch[0]).sum(1)})
+    return accuracy, train(world, model)
+
+
 def two_states(world):
     """A GAN: each step runs the other model too, in training mode."""
     generator = nn.Sequential(nn.Linear(6, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.1))
@@ -500,6 +566,10 @@ CASES = {
         nested_batches,
         unequal_tensors,
         small_evaluations,
+        optimizer_with_noise,
+        random_numbers_in_the_loop,
+        evaluation_that_draws,
+        cache_made_in_evaluation,
         two_states,
     )
 }

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,8 @@ SMOKE_SAMPLES = 500
 
 NUM_CLASSES = 10
 """What a model is called with as num_classes where the data do not name their classes."""
+
+_Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 INIT_IMAGES = 1000
 """Training images that a model with ``init_from_images`` is shown before the first step."""
@@ -175,7 +178,7 @@ def eval_job(world: World, config: TrainConfig, path: str) -> dict[str, Any]:
         evaluated(model.to(device), config.output.tta),
         source.test,
         at_size(metrics_of(config, classification), _sizes(config), lambda: epoch),
-        context=lambda: autocast(precision, device),
+        context=_evaluating(config, lambda: autocast(precision, device)),
         **_loading(config, source),
     )
     return {
@@ -400,12 +403,25 @@ def _evaluation(
             evaluated(state.evaluated_model, config.output.tta),
             test,
             measured,
-            context=state.autocast,
+            context=_evaluating(config, state.autocast),
             world=state.world,
             **_loading(config, source),
         )
 
     return evaluation
+
+
+def _evaluating(config: TrainConfig, precision: _Context) -> _Context:
+    """Return what an evaluation runs in: inference mode for evenstep's own models, which cache nothing."""
+    if config.model.model not in MODELS:
+        return precision
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        with torch.inference_mode(), precision():
+            yield
+
+    return context
 
 
 def _precision_note(asked: str, state: TrainState) -> str | None:

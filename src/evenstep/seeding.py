@@ -20,6 +20,9 @@ STREAM_STEP = 1
 STREAM_SAMPLE = 2
 STREAM_ORDER = 3
 STREAM_AUGMENT = 4
+STREAM_LOOP = 5
+STREAM_COMMIT = 6
+STREAM_CHUNK = 7
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -105,13 +108,38 @@ def seed_step(seed: int, step: int, lane: int, device: Any) -> None:
         lane: the lane whose forward pass comes next.
         device: the device of the model, as text or ``torch.device``.
     """
-    state = mix(seed, STREAM_STEP, step, lane)
-    _seed_host(state)
-    device = torch.device(device)
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        torch.cuda.default_generators[index].manual_seed(state)
+    _seed(mix(seed, STREAM_STEP, step, lane), device)
+
+
+def seed_loop(seed: int, step: int, device: Any) -> None:
+    """Seed the random numbers of the loop's body before a batch is handed out, alike on every rank.
+
+    Args:
+        seed: the seed of the run.
+        step: the batch's optimizer step.
+        device: the device of the model, as text or ``torch.device``.
+    """
+    _seed(mix(seed, STREAM_LOOP, step), device)
+
+
+def seed_commit(seed: int, step: int, device: Any) -> None:
+    """Seed the random numbers of the optimizer, and of what follows it in the loop, alike on every rank.
+
+    Without it they would go on from the last lane of this rank, and the weights of an optimizer that adds
+    noise would differ. The arguments are those of :func:`seed_loop`.
+    """
+    _seed(mix(seed, STREAM_COMMIT, step), device)
+
+
+def seed_chunk(seed: int, chunk: int, device: Any) -> None:
+    """Seed the model's random numbers before a chunk is evaluated.
+
+    Args:
+        seed: the seed of the run.
+        chunk: the number of the chunk.
+        device: the device of the model, as text or ``torch.device``.
+    """
+    _seed(mix(seed, STREAM_CHUNK, chunk), device)
 
 
 def seed_sample(seed: int, epoch: int, index: int) -> None:
@@ -122,10 +150,27 @@ def seed_sample(seed: int, epoch: int, index: int) -> None:
     _seed_host(mix(seed, STREAM_SAMPLE, epoch, index))
 
 
+def _seed(state: int, device: Any) -> None:
+    _seed_host(state)
+    generator = _cuda_generator(device)
+    if generator is not None:
+        generator.manual_seed(state)
+
+
 def _seed_host(state: int) -> None:
     random.seed(state)
     np.random.seed(state & 0xFFFFFFFF)
     torch.default_generator.manual_seed(state)
+
+
+def _cuda_generator(device: Any) -> torch.Generator | None:
+    """Return the default generator of a GPU; None for a CPU."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    return torch.cuda.default_generators[index]
 
 
 def random_states() -> tuple[Any, Any, torch.Tensor]:
@@ -142,10 +187,18 @@ def set_random_states(states: tuple[Any, Any, torch.Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def preserved_rng() -> Iterator[None]:
-    """Put the random states of Python, numpy and torch (CPU) back at the end of a ``with`` block."""
+def preserved_rng(device: Any = "cpu") -> Iterator[None]:
+    """Put the random states of Python, numpy, torch (CPU) and a GPU back at the end of a ``with`` block.
+
+    Args:
+        device: the GPU whose state is put back, too; a CPU stands for none.
+    """
+    generator = _cuda_generator(device)
     states = random_states()
+    on_gpu = None if generator is None else generator.get_state()
     try:
         yield
     finally:
         set_random_states(states)
+        if generator is not None and on_gpu is not None:
+            generator.set_state(on_gpu)

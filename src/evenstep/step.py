@@ -16,6 +16,7 @@ from evenstep.data.batch import Batch, LaneBatch, map_tensors
 from evenstep.errors import DivergedError, StoppedError
 from evenstep.metrics import naming
 from evenstep.passes import Totals
+from evenstep.seeding import seed_commit
 from evenstep.state import TrainState
 
 Loss = Callable[[nn.Module, Any], "Tensor | tuple[Tensor, Tensor | float]"]
@@ -87,6 +88,7 @@ def train_step(state: TrainState, batch: Batch, loss: Loss) -> StepResult:
     mean = totals.loss / totals.count if totals.count else totals.loss
     if not torch.isfinite(mean):
         _raise_diverged(state, batch, mean, own_losses)
+    seed_commit(world.seed, batch.step, state.device)
     lr, grad_norm = state.commit(batch, mean, float(totals.count))
     result = StepResult(batch.step, mean, lr, grad_norm)
     world.observer.after_step(state, batch, result)

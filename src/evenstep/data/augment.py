@@ -91,7 +91,8 @@ def augment(images: np.ndarray, ids: np.ndarray, *, seed: int, epoch: int, optio
         buffer=padded,
         strides=(padded.strides[0], padded.strides[1], padded.strides[2], padded.strides[1]),
     )
-    result = rows[np.arange(n), found.tops, found.lefts].view(np.uint8).reshape(n, height, width, channels)
+    windows = rows[np.arange(n), found.tops, found.lefts]
+    result: np.ndarray = windows.view(np.uint8).reshape(n, height, width, channels)
     result[found.flips] = torch.from_numpy(result[found.flips]).flip(2).numpy()
     return result
 

@@ -276,6 +276,7 @@ def _shown(batches: Any, world: World) -> Iterator[Batch]:
         now(world, Activity.DATA)
         for batch in batches:
             now(world, Activity.USER)
+            seeding.seed_loop(world.seed, batch.step, world.device)
             yield batch
             now(world, Activity.DATA)
     now(world, Activity.USER)
