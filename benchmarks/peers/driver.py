@@ -53,8 +53,19 @@ def versions(python):
     )
     answer = subprocess.run([python, "-c", code, *PACKAGES], check=True, capture_output=True, text=True)
     found = json.loads(answer.stdout)
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True)
-    return {**found, "evenstep commit": git.stdout.strip() or None}
+    return {**found, "evenstep commit": commit(python)}
+
+
+def commit(python):
+    """Return the commit of the evenstep that the peers' Python imports; "-dirty" follows changed files.
+
+    None if it is not imported from a checkout.
+    """
+    code = "import importlib.util as u; print(u.find_spec('evenstep').origin)"
+    origin = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+    words = ["git", "describe", "--always", "--dirty"]
+    git = subprocess.run(words, cwd=Path(origin).parent, capture_output=True, text=True)
+    return git.stdout.strip() or None
 
 
 def arguments(argv=None):
@@ -62,7 +73,9 @@ def arguments(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--source", help="images, as for evenstep train --data; needed the first time")
     parser.add_argument("--data", type=Path, default=HERE / ".data", help="where data.py's files are")
-    parser.add_argument("--peers", nargs="+", default=list(peers.PEERS), choices=list(peers.PEERS))
+    parser.add_argument(
+        "--peers", nargs="+", default=list(peers.PEERS), choices=list(peers.PEERS), metavar="NAME"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=70, help="steps of an epoch; 0: the whole epoch")
     parser.add_argument("--epochs", type=int, default=1)
@@ -79,6 +92,7 @@ def arguments(argv=None):
     args = parser.parse_args(argv)
     if args.quick:
         args.steps, args.eval, args.rounds, args.no_memory_round = 15, 101, 1, True
+    args.peers = list(dict.fromkeys(args.peers))
     if args.steps and args.epochs > 1:
         parser.error("several epochs are whole ones: give --steps 0 with --epochs")
     return args
@@ -86,12 +100,21 @@ def arguments(argv=None):
 
 def prepare(args):
     """Have the data files made, if they are not there."""
-    if (args.data / f"data-{args.eval}.npz").exists():
+    have_arrays = (args.data / "meta.json").exists()
+    if have_arrays and args.source is None and (args.data / f"data-{args.eval}.npz").exists():
         return
-    if args.source is None:
-        raise SystemExit(f"{args.data} has no data for --eval {args.eval} yet; give --source PATH once")
-    words = [args.python, str(HERE / "data.py"), args.source, str(args.data), "--test", str(args.eval)]
-    subprocess.run(words, check=True)
+    if not have_arrays and args.source is None:
+        raise SystemExit(f"there are no data in {args.data} yet; give --source PATH once")
+    words = [args.python, str(HERE / "data.py"), str(args.data), "--test", str(args.eval)]
+    words += [] if args.source is None else ["--source", args.source]
+    if subprocess.run(words).returncode != 0:
+        raise SystemExit("the data files could not be made; the lines above say why")
+
+
+def in_turn(names, number, rounds):
+    """Return the peers in the order of a round: each round begins at another one, evenly spread over them."""
+    first = (number - 1) * len(names) // rounds if number else 0
+    return [*names[first:], *names[:first]]
 
 
 def run_all(args):
@@ -102,7 +125,7 @@ def run_all(args):
     """
     records = []
     for number in range(int(args.no_memory_round), args.rounds + 1):
-        for name in args.peers:
+        for name in in_turn(args.peers, number, args.rounds):
             record = {"round": number, "peer": name, **one_run(args, name, memory=number == 0)}
             records.append(record)
             print(summary.progress_line(record), file=sys.stderr, flush=True)

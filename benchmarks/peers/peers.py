@@ -92,7 +92,7 @@ def read_command(lines: Lines, started: float, eval_images: int) -> dict:
 
 
 BASELINE = "handwritten_spawn"
-TUNED, TUNED_BF16 = "tuned", "tuned_bf16"
+TUNED, TUNED_BF16, TUNED_POOL_FIRST = "tuned", "tuned_bf16", "tuned_pool_first"
 _FAST, _BF16 = ("--mode", "fast"), ("--precision", "bf16")
 PEERS = {
     BASELINE: Script("handwritten_spawn.py"),
@@ -104,6 +104,7 @@ PEERS = {
     "ray": Script("peer_ray.py"),
     "torchft": Script("peer_torchft.py"),
     TUNED: Script("tuned.py"),
+    TUNED_POOL_FIRST: Script("tuned.py", flags=("--pool-first",)),
     TUNED_BF16: Script("tuned.py", flags=_BF16),
     "evenstep": Command(),
     "evenstep_fast": Command(_FAST),

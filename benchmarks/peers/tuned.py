@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch._dynamo  # the constructor of DDP imports it: once before the fork, not once in every process
 import torch.distributed as dist
-from common import BATCH_SIZE, LR, MOMENTUM, Clock, Net, arguments, arrays, mean_std
+from common import BATCH_SIZE, LR, MOMENTUM, Clock, Net, PoolFirstNet, arguments, arrays, mean_std
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -57,7 +57,8 @@ def worker(rank, path, args):
     dist.init_process_group("gloo", f"file://{path}", rank=rank, world_size=args.processes)
     autocast = torch.autocast("cpu", torch.bfloat16) if args.precision == "bf16" else contextlib.nullcontext()
     normalize = [torch.tensor(v) for v in mean_std(args.data)] if args.augment else None
-    model = DDP(Net().to(memory_format=torch.channels_last), gradient_as_bucket_view=True, static_graph=True)
+    net = (PoolFirstNet if args.pool_first else Net)().to(memory_format=torch.channels_last)
+    model = DDP(net, gradient_as_bucket_view=True, static_graph=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, fused=True)
     images, labels = arrays(args.data, "train")
     images, labels = np.asarray(images), np.asarray(labels)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 Lines = list[tuple[float, str]]
 _SAMPLE_EVERY_S = 0.1
+_LOOK_EVERY_S = 0.01
 _LEFT_AFTER_S = 1.0
 """How long after the end a process that is still there counts as left behind."""
 _SET_CHILD_SUBREAPER = 36
@@ -113,7 +114,7 @@ def run_once(words, reading, *, cwd, memory, timeout_s):
         raise Failed(f"not done after {timeout_s:g} s. Its last lines: {tail(lines)}") from None
     finally:
         over.set()
-        left = _end_all(before)
+        left, gone = _end_all(before)
         process.wait()
         for thread in threads:
             thread.join()
@@ -124,6 +125,7 @@ def run_once(words, reading, *, cwd, memory, timeout_s):
     return {
         **times,
         "last_step_to_exit_s": ended - ended_at,
+        "last_step_to_all_gone_s": gone - ended_at,
         "whole_s": ended - started,
         "peak_pss_mb": peak[0] if memory else None,
         "processes_left": left,
@@ -143,17 +145,21 @@ def _sample(peak, over, before):
 
 
 def _end_all(before):
-    """Kill what the run has left behind after a second, and return how many processes that were."""
+    """Wait until all processes of a run are gone; kill what is left after a second.
+
+    Returns:
+        How many processes were left, and when the last one was gone.
+    """
     deadline = time.time() + _LEFT_AFTER_S
     while (left := _alive(before)) and time.time() < deadline:
-        time.sleep(0.05)
+        time.sleep(_LOOK_EVERY_S)
     for pid in left:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     deadline = time.time() + 10
     while _alive(before) and time.time() < deadline:
-        time.sleep(0.05)
-    return len(left)
+        time.sleep(_LOOK_EVERY_S)
+    return len(left), time.time()
 
 
 def _alive(before):
