@@ -1,4 +1,5 @@
 import io
+import os
 import pickle
 import socket
 import subprocess
@@ -91,6 +92,36 @@ def test_a_folder_an_npz_and_a_changed_file(where, archive, tmp_path):
     assert first.train.fingerprint == folder.train.fingerprint
     np.savez(path, x_train=images[:1], y_train=[0], x_test=images, y_test=[1, 1])
     assert len(open_source(str(path), **where).train) == 1
+
+
+def test_files_alike_in_name_size_and_times_are_kept_apart(where, tmp_path):
+    images = np.zeros((2, 4, 4, 3), np.uint8)
+    for fold in (1, 2):
+        path = tmp_path / f"fold{fold}" / "data.npz"
+        path.parent.mkdir()
+        labels = np.array([0, 1])
+        np.savez(path, x_train=images + fold, y_train=labels, x_test=images + fold, y_test=labels)
+        os.utime(path, ns=(0, 0))
+    first, second = (open_source(str(tmp_path / f"fold{fold}" / "data.npz"), **where) for fold in (1, 2))
+    assert first.train.images.max() == 1
+    assert second.train.images.max() == 2
+    # The same file again, with another content and its times put back, as an archive unpacks it.
+    path = tmp_path / "fold1" / "data.npz"
+    path.write_bytes((tmp_path / "fold2" / "data.npz").read_bytes())
+    os.utime(path, ns=(0, 0))
+    assert open_source(str(path), **where).train.images.max() == 2
+
+
+def test_folders_alike_in_names_sizes_and_times_are_kept_apart(where, tmp_path):
+    for fold in (1, 2):
+        for name in ("train/cat", "test/cat"):
+            path = tmp_path / f"fold{fold}" / "data" / name / "0.bmp"
+            path.parent.mkdir(parents=True)
+            Image.fromarray(np.full((4, 4, 3), fold, np.uint8)).save(path)
+            os.utime(path, ns=(0, 0))
+    for fold in (1, 2):
+        source = open_source(str(tmp_path / f"fold{fold}" / "data"), **where)
+        assert source.train.images.max() == fold
 
 
 def test_opening_a_warm_cache_imports_neither_torch_nor_pillow(where, archive):

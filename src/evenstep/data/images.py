@@ -6,6 +6,7 @@ An archive is read as a stream; nothing of it is unpacked to disk, and a member'
 from __future__ import annotations
 
 import functools
+import hashlib
 import io
 import itertools
 import lzma
@@ -32,6 +33,7 @@ TAR_ENDINGS = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".txz", ".tar.bz2")
 ARCHIVE_ENDINGS = (*TAR_ENDINGS, ".zip")
 _LAYOUT = "train/<class>/*.jpg (or .jpeg, .png, .bmp, .webp) and test/<class>/*.jpg"
 _BATCH = 256
+_END_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, order=True)
@@ -94,14 +96,33 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def state_of(path: Path) -> str:
-    """Return a text that changes when a file, or any file in a folder, changes: names, sizes and times."""
-    files = sorted(_files(path)) if path.is_dir() else [path]
-    lines = []
-    for file in files:
+    """Return a text that changes when a file, or any file in a folder, changes, and that no other path has.
+
+    Name, size and time of change do not tell files apart: archives keep the times of what they unpack, and
+    arrays of equal shape have equal sizes. So it has the resolved path, the files' numbers on the disk and
+    the times of their last change of state, which no program sets back; of a single file also its first and
+    last bytes, where a .zip and an .npz have the checksums of their members.
+    """
+    path = path.resolve()
+    is_folder = path.is_dir()
+    lines = [os.fspath(path)]
+    for file in sorted(_files(path)) if is_folder else [path]:
         status = file.stat()
-        name = file.relative_to(path).as_posix() if path.is_dir() else file.name
-        lines.append(f"{name}\t{status.st_size}\t{status.st_mtime_ns}")
+        name = file.relative_to(path).as_posix() if is_folder else file.name
+        numbers = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_dev, status.st_ino)
+        lines.append("\t".join([name, *map(str, numbers)]))
+    if not is_folder:
+        lines.append(_ends(path))
     return "\n".join(lines)
+
+
+def _ends(path: Path) -> str:
+    """Return a sha256 of the first and the last bytes of a file."""
+    with path.open("rb") as file:
+        digest = hashlib.sha256(file.read(_END_BYTES))
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _END_BYTES))
+        digest.update(file.read())
+    return digest.hexdigest()
 
 
 def read_zip(path: Path) -> Iterator[tuple[Member, Read]]:
