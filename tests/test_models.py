@@ -233,3 +233,26 @@ def test_sizes_that_a_model_cannot_take(name, sizes, message):
         check_sizes(name, sizes)
     check_sizes(name, (32, 32))
     check_sizes("module:callable", sizes)
+
+
+@pytest.mark.parametrize(
+    ("source", "given", "taken", "assumed"),
+    [
+        ("def make(num_classes=4): ...", {}, {}, {}),
+        ("def make(num_classes=4): ...", {"num_classes": 7}, {"num_classes": 7}, {}),
+        ("def make(num_classes, in_channels=1): ...", {}, {"num_classes": 10}, {"num_classes": 10}),
+        ("def make(in_channels, *, image_size): ...", {"image_size": 8}, None, {"in_channels": 3}),
+        ("def make(**more): ...", {"image_size": 8}, {"image_size": 8}, {}),
+        (None, {"num_classes": 7}, None, {"in_channels": 3, "image_size": 32}),
+    ],
+)
+def test_what_nobody_knows_is_the_models_default_or_assumed(source, given, taken, assumed):
+    if source is None:
+        assert models.assumed("net", given) == assumed
+        return
+    made = {}
+    exec(source, made)
+    wanted = {"in_channels": 3, **given} if taken is None else taken
+    everything = {name: given.get(name) for name in ("num_classes", "in_channels", "image_size")}
+    assert models._accepted(made["make"], everything, "a:b") == wanted
+    assert {name: wanted[name] for name in wanted.keys() - given.keys()} == assumed

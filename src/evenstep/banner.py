@@ -31,7 +31,7 @@ class Facts:
             cut off.
         start_epoch: the epoch that belongs to it.
         data_note: why these data and no others, if that was decided for the user.
-        classes_note: how many classes were assumed, if the data do not say.
+        assumed_note: what the model was made for that the data do not say, such as the number of classes.
         precision: the precision that ``--precision auto`` stands for; None for the option's own value.
         precision_note: why it was chosen, or which other precision would be faster, if one is.
     """
@@ -48,7 +48,7 @@ class Facts:
     repeats: int = 0
     start_epoch: int = 0
     data_note: str | None = None
-    classes_note: str | None = None
+    assumed_note: str | None = None
     precision: str | None = None
     precision_note: str | None = None
 
@@ -76,8 +76,8 @@ def banner(config: TrainConfig, world: World, facts: Facts) -> list[str]:
     lines += [f"  {line}" for line in _choices(config, world)]
     if facts.data_note:
         lines.append(f"  data {facts.data}: {facts.data_note}")
-    if facts.classes_note:
-        lines.append(f"  {facts.classes_note}")
+    if facts.assumed_note:
+        lines.append(f"  {facts.assumed_note}")
     if facts.precision_note:
         precision = facts.precision or config.model.precision
         lines.append(f"  precision {precision}: {facts.precision_note}")

@@ -31,7 +31,7 @@ from evenstep.evaluation import evaluate
 from evenstep.flat import to_flat
 from evenstep.loop import Cadence, FitResult, fit
 from evenstep.metrics import classification, weights_sha256
-from evenstep.models import build, check_sizes, num_parameters, takes_num_classes
+from evenstep.models import assumed, build, check_sizes, num_parameters
 from evenstep.numerics import autocast
 from evenstep.objective import best_of, loss_of, metrics_of, own_metrics
 from evenstep.optim import make_optimizer, make_schedule
@@ -46,9 +46,6 @@ from evenstep.world import World
 
 SMOKE_SAMPLES = 500
 """Samples that a smoke test evaluates."""
-
-NUM_CLASSES = 10
-"""What a model is called with as num_classes where the data do not name their classes."""
 
 _Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -228,16 +225,21 @@ def _test_set(config: TrainConfig, source: Source) -> Any:
     return Subset(test, range(SMOKE_SAMPLES))
 
 
-def _model(config: TrainConfig, source: Source) -> nn.Module:
-    shape: dict[str, int] = {}
+def _shape(config: TrainConfig, source: Source) -> dict[str, int]:
+    """Return what the data say of what a model is made for."""
+    shape = {} if source.classes is None else {"num_classes": len(source.classes)}
     if isinstance(source.train, ImageArrays):
         _, height, _, channels = source.train.images.shape
         sizes = _sizes(config)
-        check_sizes(config.model.model, sizes)
         # A layer that fits one size fits the last one: the size of most steps, and of evaluation.
-        shape = {"in_channels": channels, "image_size": sizes[-1] if sizes else height}
-    num_classes = NUM_CLASSES if source.classes is None else len(source.classes)
-    return build(config.model.model, num_classes=num_classes, **shape)
+        shape |= {"in_channels": channels, "image_size": sizes[-1] if sizes else height}
+    return shape
+
+
+def _model(config: TrainConfig, source: Source) -> nn.Module:
+    if isinstance(source.train, ImageArrays):
+        check_sizes(config.model.model, _sizes(config))
+    return build(config.model.model, **_shape(config, source))
 
 
 def _loading(config: TrainConfig, source: Source) -> dict[str, Any]:
@@ -434,13 +436,18 @@ def _precision_note(asked: str, state: TrainState) -> str | None:
     return f"{found.reason}: --precision bf16, or auto, is faster (net with AVX512: 1.6 times), to other bits"
 
 
-def _classes_note(config: TrainConfig, source: Source) -> str | None:
-    """Return what to say of a number of classes that nobody has given."""
-    if source.classes is not None or not takes_num_classes(config.model.model):
+def _assumed_note(config: TrainConfig, source: Source) -> str | None:
+    """Return what the model was made for although nobody has said so."""
+    found = assumed(config.model.model, _shape(config, source))
+    if not found:
         return None
+    note = (
+        ", ".join(f"{key} {value}" for key, value in found.items()) + ": assumed, since the data do not say"
+    )
+    if "num_classes" not in found:
+        return note
     return (
-        f"num_classes {NUM_CLASSES}: the data do not name their classes; give `classes` beside train and "
-        "test in a dict, or as an attribute of train"
+        f"{note}; `classes` beside train and test in a dict, or as an attribute of train, names the classes"
     )
 
 
@@ -462,7 +469,7 @@ def _facts(config: TrainConfig, source: Source, loader: Loader, state: TrainStat
         repeats=state.step - state.start.step,
         start_epoch=state.epoch,
         data_note=source.note,
-        classes_note=_classes_note(config, source),
+        assumed_note=_assumed_note(config, source),
         precision=state.precision,
         precision_note=_precision_note(config.model.precision, state),
     )

@@ -18,6 +18,9 @@ from evenstep.whitenet import WhiteNet
 _LEAST: Mapping[str, int] = {"net": 4, "resnet9": 8, "whitenet": 9}
 """Side in pixels of the smallest images that leave something after the pooling layers."""
 
+_ASSUMED: Mapping[str, int] = {"num_classes": 10, "in_channels": 3, "image_size": 32}
+"""What a model is made for where the data do not say."""
+
 
 class Net(nn.Module):
     """Two convolutions and one linear layer: 157,578 parameters for 3x32x32 images and 10 classes.
@@ -149,29 +152,36 @@ def _check_image_size(model: str, image_size: int) -> None:
         )
 
 
-def build(spec: str, *, num_classes: int, in_channels: int = 3, image_size: int = 32) -> nn.Module:
+def build(
+    spec: str,
+    *,
+    num_classes: int | None = None,
+    in_channels: int | None = None,
+    image_size: int | None = None,
+) -> nn.Module:
     """Return a new model.
 
     Args:
         spec: ``net``, ``resnet9``, ``whitenet``, or ``module:callable``. The callable (a function or a
             class) gets those of the arguments ``num_classes``, ``in_channels``, ``image_size``, by keyword,
             that it takes.
-        num_classes: number of classes in the data.
-        in_channels: channels of the images.
-        image_size: height and width of the images in pixels.
+        num_classes: number of classes in the data; None if it is not known, see :func:`assumed`.
+        in_channels: channels of the images; or None.
+        image_size: height and width of the images in pixels; or None.
 
     Raises:
         ConfigError: the name is unknown, the callable cannot be found or cannot be called like this, or what
             it returns is not a ``torch.nn.Module``.
     """
-    known = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size}
+    given = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size}
+    known = {name: _ASSUMED[name] if value is None else value for name, value in given.items()}
     if spec == "net":
         return Net(**known)
     if spec == "resnet9":
         return resnet9(**known)
     if spec == "whitenet":
-        _check_image_size(spec, image_size)
-        return WhiteNet(num_classes, in_channels, image_size)
+        _check_image_size(spec, known["image_size"])
+        return WhiteNet(known["num_classes"], known["in_channels"], known["image_size"])
     if ":" not in spec:
         raise ConfigError(
             f"unknown model {spec!r}.{did_you_mean(spec, MODELS)} Choose one of {', '.join(MODELS)}, or your "
@@ -189,7 +199,7 @@ def build(spec: str, *, num_classes: int, in_channels: int = 3, image_size: int 
             f"--model {spec} is of type {type(make).__name__}, which cannot be called. Give a function or a "
             "class that makes the model."
         )
-    model = make(**_accepted(make, known, spec))
+    model = make(**_accepted(make, given, spec))
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"--model {spec} returned an object of type {type(model).__name__}; expected a torch.nn.Module. "
@@ -198,25 +208,36 @@ def build(spec: str, *, num_classes: int, in_channels: int = 3, image_size: int 
     return model
 
 
-def takes_num_classes(spec: str) -> bool:
-    """Return whether a model that :func:`build` makes is told how many classes there are."""
-    if spec in MODELS:
-        return True
-    make = import_object(spec, what="model", flag="--model")
-    return "num_classes" in _accepted(make, {"num_classes": 0, "in_channels": 0, "image_size": 0}, spec)
+def assumed(spec: str, given: Mapping[str, int | None]) -> dict[str, int]:
+    """Return what a model is made for that nobody knows: ``num_classes`` 10 and the like.
+
+    A callable of the user's is asked for its own default first.
+
+    Args:
+        spec: as for :func:`build`.
+        given: what is known, as for :func:`build`; None, or no key, for what is not.
+    """
+    given = {name: given.get(name) for name in _ASSUMED}
+    taken = _ASSUMED
+    if spec not in MODELS:
+        taken = _accepted(import_object(spec, what="model", flag="--model"), given, spec)
+    return {name: value for name, value in taken.items() if given[name] is None}
 
 
-def _accepted(make: Any, known: dict[str, int], spec: str) -> dict[str, int]:
-    """Return those of the ``known`` arguments that ``make`` takes."""
+def _accepted(make: Any, given: Mapping[str, int | None], spec: str) -> dict[str, int]:
+    """Return those of the ``given`` arguments that ``make`` takes, and what it needs of those not known."""
     try:
         parameters = inspect.signature(make).parameters.values()
     except (TypeError, ValueError):  # some callables of C extensions have no signature
         return {}
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        taken = dict(known)
-    else:
-        by_name = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        taken = {name: value for name, value in known.items() if name in by_name}
+    by_name = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    taken = {}
+    for name, value in given.items():
+        if value is not None and (takes_all or name in by_name):
+            taken[name] = value
+        elif value is None and name in by_name and by_name[name].default is inspect.Parameter.empty:
+            taken[name] = _ASSUMED[name]
     without_default = [
         p.name
         for p in parameters
@@ -225,7 +246,7 @@ def _accepted(make: Any, known: dict[str, int], spec: str) -> dict[str, int]:
     if without_default:
         raise ConfigError(
             f"--model {spec} requires the argument(s) {', '.join(without_default)}, but evenstep can only "
-            f"give {', '.join(known)}. Give them default values, or name a function that sets them."
+            f"give {', '.join(given)}. Give them default values, or name a function that sets them."
         )
     return taken
 

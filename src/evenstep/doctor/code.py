@@ -30,7 +30,7 @@ def check_model(spec: str, optimizer: str) -> tuple[Check, int]:
     from evenstep import models, program
 
     try:
-        model = models.build(spec, num_classes=10)
+        model = models.build(spec)
     except EvenstepError as error:
         return Check("model", "red", f"{spec} cannot be made", str(error)), 0
     except Exception as error:  # the user's code
