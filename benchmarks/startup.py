@@ -6,6 +6,8 @@ Rows take turns in each round:
 
 * command: as it is; the command's process has no torch (apart.py).
 * here: the command's process calls `launch` itself, and imports torch for that.
+* script: `python own_loop.py`, a script of one's own that imports torch before it calls `launch`.
+* run: `evenstep run own_loop.py`, which has the fork server start before the script.
 * imports: the fork server's alone (preload.py), and "collected" the same with Python's garbage collector on.
 
 Prints medians: seconds from the start to the end of the first step, CPU seconds of all processes, and the
@@ -28,6 +30,23 @@ import record
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 from watching import adopt_orphans, descendants, pss_mb
 
+OWN = """
+import sys
+import torch
+import evenstep
+
+def main(world):
+    data = [(torch.full((3072,), float(i)), i % 10) for i in range(128)]
+    model = torch.nn.Linear(3072, 10)
+    state = evenstep.TrainState(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    for batch in evenstep.Loader(data, batch_size=64).batches(state, steps=1):
+        evenstep.train_step(state, batch, evenstep.cross_entropy())
+        if world.is_first:
+            print("step 1/1", flush=True)
+
+if __name__ == "__main__":
+    evenstep.launch(main, nproc=int(sys.argv[1]), device="cpu", threads=1)
+"""
 HERE = "import sys; from evenstep.cli import main; sys.exit(main(sys.argv[1:]))"
 IMPORTS = "import evenstep.preload"
 COLLECTED = "import gc; gc.disable = gc.freeze = lambda: None; import evenstep.preload"
@@ -38,9 +57,13 @@ def rows(nproc, directory):
     """Return the command line of each row."""
     flags = ["train", "--data", "digits", "--nproc", str(nproc), "--threads", "1", "--device", "cpu"]
     flags += ["--steps", "1", "--log-every", "1", "--run-dir"]
+    own = Path(directory, "own_loop.py")
+    own.write_text(OWN)
     return {
         "command": [sys.executable, "-m", "evenstep", *flags, f"{directory}/command"],
         "here": [sys.executable, "-c", HERE, *flags, f"{directory}/here"],
+        "script": [sys.executable, str(own), str(nproc)],
+        "run": [sys.executable, "-m", "evenstep", "run", str(own), str(nproc)],
         "imports": [sys.executable, "-c", IMPORTS],
         "imports, collected": [sys.executable, "-c", COLLECTED],
     }

@@ -44,8 +44,9 @@ def test_the_project_trains_and_its_own_test_passes(tmp_path, monkeypatch, capfd
     assert result["test_accuracy"] > 0.95
     assert set(result["test_metrics"]) == {"accuracy", "confidence"}
     # The loop of one's own is the same training: what it prints is equal to the last bit.
-    printed = run(tmp_path, sys.executable, "-W", "error", "train.py").splitlines()[-1]
-    assert json.loads(printed.replace("'", '"')) == {**result["test_metrics"], "samples": 900}
+    for way in ((), ("-m", "evenstep", "run")):
+        printed = run(tmp_path, sys.executable, "-W", "error", *way, "train.py").splitlines()[-1]
+        assert json.loads(printed.replace("'", '"')) == {**result["test_metrics"], "samples": 900}
     assert "2 passed" in run(
         tmp_path, sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_project.py"
     )

@@ -25,7 +25,8 @@ def run() -> None:
                 stream.flush()
         os._exit(code)
 
-    atexit.register(leave)
+    if sys.argv[1:2] != ["run"]:  # a script's files are flushed and closed when Python takes all apart
+        atexit.register(leave)
     code = main(run=apart.run)
     sys.exit(code)
 

@@ -29,6 +29,7 @@ Data-parallel PyTorch training that gives the same bits on any number of process
 commands:
   init         begin a project of your own: model, data, loss, metrics (evenstep init DIR)
   train        train and evaluate a model (evenstep train --help)
+  run          run a script of your own that calls evenstep.launch, with a faster start (evenstep run SCRIPT)
   eval         evaluate a checkpoint again (evenstep eval --help)
   config show  show every option, its value and where the value comes from
   doctor       say what would slow down or end a long run here, and the fix (evenstep doctor --help)
@@ -48,7 +49,7 @@ again with --resume; 128+N killed by signal N
 """
 
 COMMANDS = (
-    *("init", "train", "eval", "config", "checkpoint", "doctor", "verify", "bench", "report", "watch"),
+    *("init", "train", "run", "eval", "config", "checkpoint", "doctor", "verify", "bench", "report", "watch"),
     "completion",
 )
 
@@ -101,6 +102,10 @@ def _dispatch(words: list[str], run: Runner) -> int:
         return _say(f"evenstep {importlib.metadata.version('evenstep')}")
     if word == "train":
         return train(rest, run)
+    if word == "run":
+        from evenstep import script
+
+        return script.run(rest)
     if word == "eval":
         return evaluate(rest, run)
     if word == "config":

@@ -138,6 +138,7 @@ def _app() -> SubcommandApp:
     return group(
         {
             "train": options.TrainFlags,
+            "run": Nothing,
             "eval": options.EvalOptions,
             "config": group({"show": Show}),
             "checkpoint": group(checkpoint),
