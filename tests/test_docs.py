@@ -36,6 +36,8 @@ def command_lines():
         text = FENCE.sub("", page.read_text())
         lines += [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text)]
         for line in lines:
+            if "evenstep" not in line:  # other code, which need not be a command
+                continue
             words = shlex.split(line, comments=True)
             if words[:1] == ["torchrun"] and "evenstep" in words:
                 words = words[words.index("evenstep") :]
