@@ -192,7 +192,7 @@ def test_auto_keeps_the_precision_of_a_run_in_fp16(tmp_path):
 
 
 @pytest.mark.parametrize("killed", [1, (0, 1)])
-def test_a_restart_keeps_what_was_chosen(tmp_path, killed):
+def test_a_restart_keeps_what_was_chosen(tmp_path, killed, capsys):
     """A snapshot of a survivor, or the newest checkpoint, has it: the devices are not asked again."""
 
     def main(world):
@@ -207,6 +207,8 @@ def test_a_restart_keeps_what_was_chosen(tmp_path, killed):
     for chosen, _, weights, restart in found:
         assert (chosen, restart) == (("bf16", "as the run began"), 1)
         assert weights == whole[2]
+    assert "went on from step" in (shown := capsys.readouterr().err)
+    assert "is slow here" not in shown  # that is for the first start
 
 
 @pytest.mark.parametrize(
