@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
-from evenstep.data import fetch
+from evenstep.data import fetch, loader
 from evenstep.data.augment import Augment, augment, to_tensor
 from evenstep.data.cache import ImageArrays
 from evenstep.data.chunks import eval_chunks
@@ -296,6 +296,33 @@ def test_an_error_in_the_dataset_names_the_sample(workers):
     text = str(caught.value) + " ".join(getattr(caught.value, "__notes__", []))
     assert "while reading sample 3 of the dataset in epoch 0" in text
     assert workers == 0 or "in __getitem__" in text
+
+
+class Exhausted(RandomItems):
+    def __getitem__(self, index):
+        return next(iter([])) if index == 3 else super().__getitem__(index)
+
+
+def _exhausted(items):
+    return next(iter([]))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stop_iteration_of_the_users_code_is_no_end_of_the_data(workers):
+    options = {"epochs": 1, "shuffle": False, "workers": workers}
+    with pytest.raises(RuntimeError, match="StopIteration while reading sample 3 of the dataset in epoch 0"):
+        read(Exhausted(5), 2, World(), **options)
+    with pytest.raises(RuntimeError, match="StopIteration in collate_fn"):
+        read(RandomItems(5), 2, World(), collate_fn=_exhausted, **options)
+
+
+def test_data_that_end_before_the_plan_are_an_error(monkeypatch):
+    def two(dataset, requests, reading):
+        yield from list(fetch.read_items(dataset, requests, reading))[:2]
+
+    monkeypatch.setattr(loader, "read_items", two)
+    with pytest.raises(RuntimeError, match="the data ended before step 2 "):
+        read(RandomItems(5), 2, World(), epochs=1)
 
 
 @pytest.mark.parametrize(

@@ -236,6 +236,13 @@ def _read(dataset: Any, seed: int, epoch: int, index: int) -> Any:
     seeding.seed_sample(seed, epoch, index)
     try:
         return dataset[index]
+    except StopIteration as error:
+        # Whoever reads would take it for the end of the data, and training would end as if it were done.
+        raise RuntimeError(
+            f"evenstep: StopIteration while reading sample {index} of the dataset in epoch {epoch}: a next() "
+            "in its __getitem__ had nothing left, which must not end the training as if the data were at "
+            "their end. Give next() a second argument, or begin its iterator again."
+        ) from error
     except Exception as error:
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(f"evenstep: while reading sample {index} of the dataset in epoch {epoch}")
@@ -250,9 +257,17 @@ class _Items(Dataset[list[Any]]):
 
     def __getitem__(self, request: Request) -> list[Any]:
         return [
-            self.collate([_read(self.dataset, self.seed, request.epoch, index) for index in part.indices])
+            self._collated([_read(self.dataset, self.seed, request.epoch, index) for index in part.indices])
             for part in request.parts
         ]
+
+    def _collated(self, items: list[Any]) -> Any:
+        try:
+            return self.collate(items)
+        except StopIteration as error:  # as in _read
+            raise RuntimeError(
+                "evenstep: StopIteration in collate_fn: a next() in it had nothing left."
+            ) from error
 
 
 class Stream(IterableDataset[Answer]):

@@ -207,7 +207,12 @@ class Loader:
         plan = _first(self._plan(epoch, epoch_step, epochs), num_steps)
         answers = self._answers(requests)
         try:
-            for (epoch, number, batch), data in zip(plan, answers, strict=False):
+            for epoch, number, batch in plan:
+                data = next(answers, None)
+                if data is None:  # it must not look like the end of the run
+                    raise RuntimeError(
+                        f"evenstep: the data ended before step {step} (epoch {epoch}, step {number})"
+                    )
                 lanes = _lane_batches(lane_parts(batch, self.world), data)
                 last = number + 1 == self.steps_per_epoch
                 yield Batch(step, epoch, number, len(batch), last, lanes)
