@@ -6,10 +6,12 @@ import sys
 import types
 
 import pytest
+import torch
 
-from evenstep import cli
+from evenstep import checkpoint, cli
 from evenstep.errors import StoppedError, WorkerError
 from evenstep.flat import from_flat, read_toml
+from test_checkpoint import damage
 
 RESULT = {"test_accuracy": 0.5, "test_samples": 10, "step": 4, "run_dir": "r", "weights_sha256": "ab" * 32}
 
@@ -200,6 +202,23 @@ def test_eval_launches_the_job_with_the_runs_config(calls, tmp_path, capsys):
     assert path == "r/checkpoints/step-00000009"
     assert (keywords["nproc"], keywords["lanes"], keywords["run_dir"]) == (2, None, None)
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == RESULT
+
+
+def test_eval_of_a_run_goes_back_to_a_whole_checkpoint_but_not_from_one_that_is_named(calls, capsys):
+    assert cli.main(["train", "--run-dir", "r", "--data", "digits"]) == 0
+    weights = {"w": torch.zeros(1000)}
+    for step in (9, 18):
+        path = checkpoint.save("r", step=step, model=weights, training={}, meta={})
+    damage(path)
+    capsys.readouterr()
+    assert cli.main(["eval", "--run-dir", "r", "--nproc", "1"]) == 0
+    assert calls[-1][1][1] == "r/checkpoints/step-00000009"
+    shown = capsys.readouterr().err
+    assert shown.count("skipping a damaged checkpoint") == 1
+    assert "step-00000018/model.safetensors is damaged" in shown
+    assert cli.main(["eval", "--checkpoint", str(path), "--nproc", "1"]) == 0  # whose reading fails
+    assert calls[-1][1][1].endswith("r/checkpoints/step-00000018")
+    assert "skipping" not in capsys.readouterr().err
 
 
 def under_torchrun(monkeypatch, rank):

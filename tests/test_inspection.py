@@ -104,6 +104,24 @@ def test_export_of_a_run_takes_its_newest_good_checkpoint(tmp_path):
     assert torch.load(tmp_path / "w.pt", weights_only=True)["w"][0] == 10
 
 
+def test_export_of_a_run_goes_back_to_a_whole_checkpoint_but_not_from_one_that_is_named(tmp_path, capsys):
+    save(tmp_path, 10)
+    damaged = save(tmp_path, 20)
+    damage(damaged)  # the size is right, the bytes are not
+    file = tmp_path / "w.pt"
+    assert run("export", tmp_path, f"--output={file}") == 0
+    out, err = capsys.readouterr()
+    assert "step-00000010" in out
+    assert err.count("skipping a damaged checkpoint") == 1
+    assert "step-00000020/model.safetensors is damaged" in err
+    assert torch.load(file, weights_only=True)["w"][0] == 10
+    assert run("export", damaged, f"--output={file}", "--force") == 4
+    assert "step-00000020/model.safetensors is damaged" in capsys.readouterr().err
+    damage(tmp_path / "checkpoints" / "step-00000010")
+    assert run("export", tmp_path, f"--output={file}", "--force") == 4
+    assert torch.load(file, weights_only=True)["w"][0] == 10
+
+
 def test_export_replaces_no_file_without_force(tmp_path, capsys):
     path, file = save(tmp_path, 10), tmp_path / "w.pt"
     file.write_text("mine")

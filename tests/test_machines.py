@@ -242,11 +242,18 @@ def test_a_checkpoint_that_not_all_machines_have(tmp_path):
             weights = {"w": torch.ones(1)}
             checkpoint.save(run_dir, step=7, model=weights, training={}, meta={"epoch": 0})
         own = dataclasses.replace(world, run_dir=run_dir)
-        with pytest.raises(CheckpointError, match=r"of step 7, is not in .* of rank 1's machine.*--resume"):
+        with pytest.raises(CheckpointError, match=r"step 7 .* is not, .* on rank 1's machine.*--resume"):
             recovery.agree(own)
-        return True
+        # An older one that both have, and a snapshot that one of them has in its memory.
+        checkpoint.save(run_dir, step=5, model={"w": torch.zeros(1)}, training={}, meta={"epoch": 0})
+        recovery.agree(own)
+        found = recovery.found_checkpoint.name
+        if world.rank == 1:
+            snapshot.save([memory], [{"model": {}, "training": {}, "meta": {}, "step": 6}], total=6, rank=1)
+        recovery.agree(own)
+        return found, recovery.found().step
 
-    assert run_ranks(main, 2, str(tmp_path)) == [True, True]
+    assert run_ranks(main, 2, str(tmp_path)) == [("step-00000005", 6)] * 2
 
 
 def test_the_snapshot_of_the_last_machine_becomes_a_checkpoint(tmp_path):

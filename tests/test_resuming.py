@@ -104,7 +104,7 @@ def test_machines_take_what_is_whole_on_all_of_them(stopped, tmp_path):
         here = dataclasses.replace(world, run_dir=str(Path(parent) / str(world.rank)))
         found = newest_whole(here.run_dir, here)
         lone = str(Path(parent) / ("0" if world.rank == 0 else "empty"))
-        with pytest.raises(CheckpointError, match=r"step 6 is not, or not whole, .* of rank 1's machine"):
+        with pytest.raises(CheckpointError, match=r"step 6 .* is not, or not whole, on rank 1's machine"):
             newest_whole(lone, here)
         return found.name, newest_whole(str(Path(parent) / "empty"), here)
 
@@ -112,6 +112,53 @@ def test_machines_take_what_is_whole_on_all_of_them(stopped, tmp_path):
         shutil.copytree(stopped[0], tmp_path / str(rank))
     flip(in_checkpoint(tmp_path / "1", 6, checkpoint.TRAINING))
     assert run_ranks(main, 2, str(tmp_path)) == [("step-00000004", None)] * 2
+
+
+def test_machines_go_on_from_the_newest_that_all_have_and_name_the_others(stopped, tmp_path):
+    """Four ranks, each with a run directory of its own; 2 is the only step that all have alike."""
+
+    def main(world, parent):
+        from loguru import logger  # a global one does not travel to the workers
+
+        here = dataclasses.replace(world, run_dir=str(Path(parent) / str(world.rank)))
+        lines = []
+        number = logger.add(lines.append, level="WARNING", format="{message}")
+        found = newest_whole(here.run_dir, here)
+        logger.remove(number)
+        return found.name, [line.strip() for line in lines]
+
+    for rank in range(4):
+        shutil.copytree(stopped[0], tmp_path / str(rank))
+    shutil.rmtree(in_checkpoint(tmp_path / "1", 6, ""))
+    shutil.rmtree(in_checkpoint(tmp_path / "3", 6, ""))
+    shutil.rmtree(in_checkpoint(tmp_path / "2", 4, ""))
+    # Another run's, with other weights.
+    other = shutil.copytree(in_checkpoint(tmp_path / "2", 2, ""), tmp_path / "other" / "step-00000004")
+    shutil.copytree(other, in_checkpoint(tmp_path / "2", 4, ""))
+    said = (
+        "going on from the checkpoint of step 2, the newest that is whole on all machines: step 6 is not, "
+        "or not whole, on rank 1's and rank 3's machine, step 4 is another one on rank 2's machine than on "
+        "rank 0's"
+    )
+    assert run_ranks(main, 4, str(tmp_path), lanes=4) == [("step-00000002", [said])] * 4
+
+
+def test_a_resume_goes_on_from_what_both_have_with_the_same_bits(stopped, tmp_path):
+    def main(world, parent):
+        own = dataclasses.replace(world, run_dir=str(Path(parent) / str(world.rank)))
+        state = TrainState(model := SmallNet(), torch.optim.Adam(model.parameters(), lr=0.01), world=own)
+        began_at = state.step
+        for batch in Loader(images(), 50).batches(state, steps=8):
+            train_step(state, batch, cross_entropy())
+        return began_at, digest(state)
+
+    for rank in range(2):
+        shutil.copytree(stopped[0], tmp_path / str(rank))
+    shutil.rmtree(in_checkpoint(tmp_path / "1", 6, ""))
+    assert (
+        run_ranks(main, 2, str(tmp_path), lanes=2, resume=True, run_dir=str(tmp_path / "run"))
+        == [(4, stopped[1])] * 2
+    )
 
 
 def test_machines_of_which_one_has_only_damaged_checkpoints_all_say_so(stopped, tmp_path):

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,7 +36,9 @@ from evenstep.manifest import (
     TRAINING,
     advice,
     check_sizes,
+    directories,
     read_manifest,
+    step_of,
     temporary_name,
     verify,
 )
@@ -63,8 +64,6 @@ __all__ = [
     "verify",
     "write",
 ]
-
-_NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
 
 
 @dataclass(frozen=True)
@@ -191,21 +190,6 @@ def prune(run_dir: str | Path, *, keep: int) -> None:
 def _check_keep(keep: int) -> None:
     if keep < 1:
         raise ConfigError(f"keep is {keep}; at least one checkpoint must stay. Use --keep 1 or more.")
-
-
-def directories(run_dir: str | Path) -> list[Path]:
-    """Return the directories named as checkpoints, newest first; NAME.replaced after NAME."""
-    parent = Path(run_dir) / "checkpoints"
-    if not parent.is_dir():
-        return []
-    named = [(match, path) for path in parent.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(named, key=lambda pair: (-int(pair[0][1]), pair[0][2] or ""))]
-
-
-def step_of(path: Path) -> int:
-    """Return the step of a checkpoint, from the name of its directory."""
-    match = _NAME.fullmatch(path.name)
-    return int(match[1]) if match else -1
 
 
 def _info(path: Path) -> CheckpointInfo:

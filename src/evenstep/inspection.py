@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from evenstep.errors import CheckpointError, ConfigError, did_you_mean
 from evenstep.flags import scan_flags, wants_help
+from evenstep.rundir import newest_whole
 
 if TYPE_CHECKING:
     from evenstep.checkpoint import CheckpointInfo
@@ -23,7 +24,7 @@ usage: evenstep checkpoint ls RUN [--json]
 
   ls       list the checkpoints of a run: step, epoch, score (* is the best), size, date, state
   verify   read every file and compare its SHA-256; exit code 4 if something is damaged
-  export   write the weights (of a run: of its newest good checkpoint) as one plain state_dict file
+  export   write the weights (of a run: of its newest whole checkpoint) as one plain state_dict file
 
 flags of ls:
   --json         print one JSON object
@@ -187,13 +188,12 @@ def _verify(asked: _Asked) -> int:
 
 
 def _export(asked: _Asked) -> int:
-    from evenstep import checkpoint
     from evenstep.export import export
 
     path: Path | None = asked.path
     if not _is_checkpoint(asked.path):
         _infos(asked.path)
-        path = checkpoint.latest(asked.path)
+        path = newest_whole(asked.path)
         if path is None:
             raise CheckpointError(
                 f"all checkpoints in {asked.path} are damaged; `evenstep checkpoint verify {asked.path}` "

@@ -15,6 +15,7 @@ from evenstep.errors import CheckpointError
 FORMAT_VERSION = 1
 MODEL, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json"
 _KEYS = {"format_version", "step", "score", "meta", "files", "aliases", "sha256"}
+_NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
 _TEMPORARY = re.compile(r"\.tmp-step-\d+-(\d+)(?:-(\d+))?")
 
 
@@ -134,3 +135,27 @@ def verify(path: str | Path) -> list[str]:
                 f"{advice(path)}"
             )
     return problems
+
+
+def directories(run_dir: str | Path) -> list[Path]:
+    """Return the directories named as checkpoints, newest first; NAME.replaced after NAME."""
+    parent = Path(run_dir) / "checkpoints"
+    if not parent.is_dir():
+        return []
+    named = [(match, path) for path in parent.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(named, key=lambda pair: (-int(pair[0][1]), pair[0][2] or ""))]
+
+
+def step_of(path: Path) -> int:
+    """Return the step of a checkpoint, from the name of its directory; -1 if it is not named as one."""
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else -1
+
+
+def weights_id(path: Path) -> int:
+    """Return a whole number below 2**60 that two checkpoints share only if their weights are the same.
+
+    Raises:
+        CheckpointError: the manifest cannot be read.
+    """
+    return int(read_manifest(path)["files"][MODEL]["sha256"][:15], 16)

@@ -28,7 +28,7 @@ from evenstep.flags import keys_of, read_flags, scan_flags, wants_help
 from evenstep.flat import check_values, field_groups, from_flat, read_toml, to_flat
 from evenstep.needs import without_effect
 from evenstep.recipes import recipe_values
-from evenstep.rundir import RUNS, checkpoints, newest_run
+from evenstep.rundir import RUNS, checkpoints, newest_run, newest_whole
 
 if TYPE_CHECKING:
     from evenstep.doctor.examine import DoctorOptions
@@ -85,7 +85,7 @@ class EvalOptions:
     """Evaluate a checkpoint. Model, data and precision are those of the run that wrote it."""
 
     run_dir: str | None = None
-    """Run directory: its newest checkpoint is evaluated."""
+    """Run directory: its newest checkpoint that is whole is evaluated."""
     checkpoint: str | None = None
     """One checkpoint of a run (runs/NAME/checkpoints/step-00000390)."""
     data: str | None = None
@@ -256,7 +256,8 @@ def eval_config(options: EvalOptions) -> tuple[TrainConfig, Path]:
                 f"run directory {run_dir} has no checkpoint to evaluate. Check --run-dir, or train it first: "
                 f"evenstep train --run-dir {run_dir}."
             )
-        checkpoint = found[-1]
+        # If none is whole, the reading of the newest says what is wrong with it.
+        checkpoint = newest_whole(run_dir) or found[-1]
     path = run_dir / "config.toml"
     if not path.is_file():
         raise CheckpointError(

@@ -296,15 +296,14 @@ class Recovery:
         world.at("in_recovery", 0)
         path = snapshot.newest(self.directories)
         highest = max(beat.highest for beat in self.pulse.beats.read())
-        from_disk = there = None if world.run_dir is None else checkpoint.latest(world.run_dir)
+        from_disk = None if world.run_dir is None else checkpoint.latest(world.run_dir)
         if from_disk is not None and not world.resume and from_disk.stat().st_mtime < self._began:
             from_disk = None  # of another run, in whose directory this one was begun without --resume
-        on_disk, any_disk = (-1 if each is None else checkpoint.step_of(each) for each in (from_disk, there))
-        mine = torch.tensor([-1 if path is None else snapshot.total_of(path), highest, on_disk, any_disk])
+        on_disk = -1 if from_disk is None else checkpoint.step_of(from_disk)
+        mine = torch.tensor([-1 if path is None else snapshot.total_of(path), highest, on_disk])
         everybody = gathered(mine, world)
-        total, highest, newest, _ = (int(column.max()) for column in everybody.T)
+        total, highest, newest = (int(column.max()) for column in everybody.T)
         if newest > total:
-            _check_all_have(newest, everybody[:, 3].tolist(), world.run_dir)
             # A machine that came later has not seen it written, so there the time does not count.
             since = 0.0 if world.resume or from_disk is None else self._began
             try:
@@ -391,17 +390,6 @@ def _history(directory: Path) -> Sequence[dict[str, Any]]:
     except OSError:
         return ()
     return [json.loads(line) for line in lines]
-
-
-def _check_all_have(step: int, steps: list[int], run_dir: str | None) -> None:
-    """Raise CheckpointError if the newest checkpoint is not on all machines."""
-    lacking = [rank for rank, its in enumerate(steps) if its != step]
-    if lacking:
-        raise CheckpointError(
-            f"the processes died with all snapshots, and the newest checkpoint, of step {step}, is not in "
-            f"the run directory {run_dir} of rank {lacking[0]}'s machine: it is not shared. Copy it "
-            f"to all machines and start again with --resume --run-dir {run_dir}."
-        )
 
 
 def _sent(content: Path | None, holder: int, world: World) -> bytes:

@@ -10,6 +10,7 @@ from loguru import logger
 
 from evenstep import checkpoint
 from evenstep.errors import CheckpointError
+from evenstep.manifest import directories, step_of, weights_id
 from evenstep.world import World
 
 
@@ -17,7 +18,8 @@ def newest_whole(run_dir: str | Path, world: World, *, since: float = 0.0) -> Pa
     """Return the newest checkpoint whose bytes are as they were written. Collective: every rank must call.
 
     A newer one that is damaged is skipped with a warning that names the file. Every rank reads the files, and
-    all take the newest that is whole for each: with a run directory on each machine they may differ.
+    all take the newest that is whole for each and has the same weights: with a run directory on each machine
+    they may differ. A warning says which newer ones were passed over, and where they are missing.
 
     Args:
         run_dir: the run's directory.
@@ -28,47 +30,92 @@ def newest_whole(run_dir: str | Path, world: World, *, since: float = 0.0) -> Pa
         Its directory; None if the run has none on any machine.
 
     Raises:
-        CheckpointError: it has some, and none is whole; or they are not on all machines.
+        CheckpointError: it has some, and none is whole; or none is on all machines.
     """
+    mine = _Mine(run_dir, world, since)
+    passed: list[tuple[int, str]] = []
     at_most: int | None = None
-    problems: list[str] = []
     while True:
-        path = _newest_here(run_dir, world, since, at_most, problems)
-        step = -1 if path is None else checkpoint.step_of(path)
-        steps = gathered(torch.tensor([step, len(problems)]), world).tolist()
-        damaged = [rank for rank, (_, number) in enumerate(steps) if number]
-        if damaged and all(found < 0 for found, _ in steps):
+        path = mine.newest(at_most)
+        step, weights = (-1, 0) if path is None else (step_of(path), weights_id(path))
+        rows = gathered(torch.tensor([step, len(mine.problems), weights]), world).tolist()
+        steps = [row[0] for row in rows]
+        damaged = [rank for rank, row in enumerate(rows) if row[1]]
+        if not passed and damaged and max(steps) < 0:
             raise CheckpointError(
                 f"no checkpoint of the run directory {run_dir} is whole, so there is nothing to go on from:\n"
-                + ("\n".join(problems) or f"those on rank {damaged[0]}'s machine are damaged; see its log")
+                + (
+                    "\n".join(mine.problems)
+                    or f"those on rank {damaged[0]}'s machine are damaged; see its log"
+                )
             )
-        if len({found for found, _ in steps}) == 1:
+        if not passed and max(steps) < 0:
+            return None
+        newest = max(steps)
+        lacking = [rank for rank, found in enumerate(steps) if found != newest]
+        differing = [rank for rank, row in enumerate(rows) if row[2] != rows[0][2]]
+        if newest >= 0 and not lacking and not differing:
+            _tell(passed, step, world)
             return path
-        at_most, rank = min((found, rank) for rank, (found, _) in enumerate(steps))
-        if at_most < 0:
+        if newest >= 0:
+            if lacking:
+                where = f"not, or not whole, on {_machines(lacking)}"
+            else:
+                where = f"another one on {_machines(differing)} than on rank 0's"
+            passed.append((newest, where))
+        if min(steps) < 0:
+            step, where = passed[0]
             raise CheckpointError(
-                f"the checkpoint of step {max(steps)[0]} is not, or not whole, in the run directory "
-                f"{run_dir} of rank {rank}'s machine. Every machine reads it: copy it to all of them, or put "
-                "the run directory on a file system that they share, and start again with --resume."
+                f"the checkpoint of step {step} in the run directory {run_dir} is {where}, and no older one "
+                "is whole on all machines. Every machine reads it: copy it to all of them, or put the run "
+                "directory on a file system that they share, and start again with --resume."
             )
+        at_most = newest - 1
 
 
-def _newest_here(
-    run_dir: str | Path, world: World, since: float, at_most: int | None, problems: list[str]
-) -> Path | None:
-    """Return this process's newest whole one, and add what is wrong with newer ones to ``problems``."""
-    for path in checkpoint.directories(run_dir):
-        if at_most is not None and checkpoint.step_of(path) > at_most:
-            continue
-        if path.stat().st_mtime < since:
-            continue
-        found = checkpoint.verify(path)
-        if not found:
-            return path
-        problems += found
-        for problem in found:
-            logger.bind(file_only=not world.is_first).warning("skipping a damaged checkpoint: {}", problem)
-    return None
+def _machines(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - 1} other ranks'" if len(ranks) > 2 else f" and rank {ranks[-1]}'s"
+    return f"rank {ranks[0]}'s{more if len(ranks) > 1 else ''} machine"
+
+
+def _tell(passed: list[tuple[int, str]], step: int, world: World) -> None:
+    """Say which newer checkpoints were passed over."""
+    if passed:
+        each = ", ".join(f"step {newer} is {where}" for newer, where in passed)
+        text = "going on from the checkpoint of step {}, the newest that is whole on all machines: {}"
+        logger.bind(file_only=not world.is_first).warning(text, step, each)
+
+
+class _Mine:
+    """The checkpoints that this process sees; each is read once, however often it is asked for.
+
+    Attributes:
+        problems: what is wrong with those that are damaged.
+    """
+
+    def __init__(self, run_dir: str | Path, world: World, since: float) -> None:
+        self.problems: list[str] = []
+        self._world = world
+        self._paths = [path for path in directories(run_dir) if path.stat().st_mtime >= since]
+        self._whole: dict[Path, bool] = {}
+
+    def newest(self, at_most: int | None) -> Path | None:
+        """Return the newest whole one of this step or before, and warn of those that are not whole."""
+        for path in self._paths:
+            if (at_most is None or step_of(path) <= at_most) and self._is_whole(path):
+                return path
+        return None
+
+    def _is_whole(self, path: Path) -> bool:
+        if path not in self._whole:
+            found = checkpoint.verify(path)
+            self._whole[path] = not found
+            self.problems += found
+            for problem in found:
+                logger.bind(file_only=not self._world.is_first).warning(
+                    "skipping a damaged checkpoint: {}", problem
+                )
+        return self._whole[path]
 
 
 def gathered(mine: torch.Tensor, world: World) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import os
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from evenstep import world as worlds
 from evenstep.config import TrainConfig
 from evenstep.errors import CheckpointError, ConfigError, MachineError
 from evenstep.flat import from_flat
+from evenstep.manifest import directories, verify
 
 RUNS = Path("runs")
 
@@ -24,6 +26,20 @@ def checkpoints(run_dir: Path) -> list[Path]:
     """Return the complete checkpoints of a run, oldest first."""
     found = run_dir.glob("checkpoints/step-*/manifest.json")
     return sorted(path.parent for path in found if re.fullmatch(r"step-\d+", path.parent.name))
+
+
+def newest_whole(run_dir: Path) -> Path | None:
+    """Return the newest checkpoint whose bytes are as they were written; None if there is none.
+
+    What is wrong with newer ones goes to stderr. Every file is read, once.
+    """
+    for path in directories(run_dir):
+        problems = verify(path)
+        if not problems:
+            return path
+        for problem in problems:
+            sys.stderr.write(f"evenstep: skipping a damaged checkpoint: {problem}\n")
+    return None
 
 
 def newest_run(runs: Path) -> Path:
