@@ -104,6 +104,7 @@ LAYERS = {
     ],
     "face": [
         "rundir",
+        "runlock",
         "flags",
         "needs",
         "options",
@@ -129,6 +130,7 @@ NO_TORCH = [
     "machines",
     "objects",
     "rundir",
+    "runlock",
     "flags",
     "needs",
     "options",

@@ -20,6 +20,7 @@ from evenstep.errors import ConfigError, EvenstepError, MemoryExhaustedError, di
 from evenstep.flags import wants_help
 from evenstep.flat import from_flat, to_flat, write_toml
 from evenstep.rundir import open_run_dir, rank_0_is_here
+from evenstep.runlock import held
 
 HELP = """\
 usage: evenstep COMMAND [FLAGS]
@@ -156,18 +157,24 @@ def train(argv: Sequence[str], run: Runner = _here) -> int:
     config = open_run_dir(config)
     _tell(config, asked.notes)
     try:
-        config = prepared(config)
+        with held(config):
+            return _train_in(config, asked.sources, run)
     except EvenstepError:
         with contextlib.suppress(OSError):  # a run that was there before is not empty, and stays
             Path(str(config.run.run_dir)).rmdir()
         raise
 
+
+def _train_in(config: TrainConfig, sources: Mapping[str, str], run: Runner) -> int:
+    """Prepare the data and train in a run directory that this process holds."""
+    config = prepared(config)
+
     from evenstep.records import save_config, save_sources
 
     if rank_0_is_here(config) and not config.run.resume:
         save_config(config, Path(str(config.run.run_dir)))
-        save_sources(asked.sources, Path(str(config.run.run_dir)))
-    return run(_guarded, _train, config, asked.sources, worlds.process_started())
+        save_sources(sources, Path(str(config.run.run_dir)))
+    return run(_guarded, _train, config, sources, worlds.process_started())
 
 
 def _train(config: TrainConfig, sources: Mapping[str, str], started: float) -> int:

@@ -1,0 +1,81 @@
+"""A run directory belongs to one launch at a time. No torch here."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from evenstep import world as worlds
+from evenstep.config import TrainConfig
+from evenstep.errors import ConfigError, MachineError
+from evenstep.rundir import rank_0_is_here
+
+
+@contextlib.contextmanager
+def held(config: TrainConfig, *, patience_s: float | None = None) -> Iterator[None]:
+    """Keep the run directory to this process inside a ``with`` block, where rank 0 is; elsewhere do nothing.
+
+    The kernel frees it when this process dies. Who only reads the directory is not kept from it. Where the
+    file system has no locks, it is not kept.
+
+    Args:
+        config: the options, with the run directory settled and made.
+        patience_s: how long to wait for another process to end; by default not at all, and some seconds under
+            torchrun and the like, which may start a process again before its predecessor is quite gone.
+
+    Raises:
+        ConfigError: another process has it.
+    """
+    if not rank_0_is_here(config):
+        yield
+        return
+    path = Path(str(config.run.run_dir)) / ".lock"
+    if patience_s is None:
+        patience_s = 0.0 if worlds.placement() is None else 5.0
+    lock = _locked(path, time.monotonic() + patience_s)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            os.close(lock)
+
+
+def _locked(path: Path, deadline: float) -> int | None:
+    """Return the descriptor of a file that this process has locked; None where there are no locks."""
+    while True:
+        try:
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise MachineError(
+                f"cannot write {path}: {error.strerror}. Without it two runs could mix their checkpoints. "
+                "Correct the permissions, or choose another directory with --run-dir."
+            ) from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Its owner removes it at the end, perhaps between the two lines above.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock), path.stat()):
+                    os.truncate(lock, 0)
+                    os.write(lock, f"{os.getpid()} {socket.gethostname()}\n".encode())
+                    return lock
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                pid, _, host = os.read(lock, 512).decode(errors="replace").strip().partition(" ")
+                os.close(lock)
+                raise ConfigError(
+                    f"run directory {path.parent} is in use by process {pid or '(unknown)'} on host "
+                    f"{host or '(unknown)'}: two runs in it would remove each other's checkpoints and mix "
+                    "their metrics. Wait for its end, or choose another --run-dir."
+                ) from None
+            time.sleep(0.1)
+        except OSError:
+            os.close(lock)
+            return None
+        os.close(lock)
