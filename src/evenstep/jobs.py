@@ -376,11 +376,12 @@ def _check_resumed(state: TrainState, before: dict[str, Any], now: dict[str, Any
             "the rest of the epoch would repeat some samples and leave others out. Resume with what the run "
             "was started with, or begin a new run in another --run-dir."
         )
+    told = logger.bind(file_only=not state.world.is_first)  # all ranks see the same
     for change in changes:
-        logger.warning("resumed with a change: {}", change)
+        told.warning("resumed with a change: {}", change)
     epochs = [meta.get("config", {}).get("epochs") for meta in (before, now)]
     if epochs[0] not in (None, epochs[1]):
-        logger.warning(
+        told.warning(
             "resumed with epochs {} instead of {}: the schedule is laid over them from here on",
             epochs[1],
             epochs[0],
