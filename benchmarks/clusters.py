@@ -20,6 +20,8 @@ class Machines:
         launch_s: start of one addition.
         cores: where the processes compute on shared cores: how many; None where each has its own GPU.
         turn_s: with shared cores, what a message waits for a receiver that is on none of them.
+        last_s: with shared cores, how much longer a meeting of all processes waits for the last one with each
+            doubling of the processes per core.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Machines:
     launch_s: float
     cores: int | None = None
     turn_s: float = 0.0
+    last_s: float = 0.0
 
 
 # call, inside, between: LL128 in NCCL's tuning model (src/graph/tuning.cc: baseLat 14, hwLat of the

@@ -1,12 +1,14 @@
 """The cost model of scaling.py on this machine: measured with gloo over loopback, fitted, and compared.
 
 Run it with ``python benchmarks/scaling.py --calibrate``. Latencies and bandwidth are fitted to sums of 2 and
-4 processes; what the model then says of 8, and of whole training steps, is a prediction. Launches of 1, 2, 4
-and 8 processes take turns.
+4 processes, and the wait for the last process to training steps of 4 on 2 cores; what the model then says of
+8 is a prediction. Launches of 1, 2, 4 and 8 processes take turns. All ranks' times count alike.
 """
 
 import dataclasses
 import itertools
+import json
+import os
 import statistics
 import time
 
@@ -15,6 +17,7 @@ import record
 import reduce
 import scaling
 import torch
+import torch.distributed as dist
 from clusters import Machines, Work
 
 from evenstep import Loader, TrainState, cross_entropy, launch, train_step
@@ -28,21 +31,24 @@ SIZES = (16 * 1024, 128 * 1024, 512 * 1024, 1024 * 1024, 4 * 1024 * 1024)
 WAYS = {"all-reduce": scaling.ring, "gather": scaling.gather, "two-phase": scaling.two_phase}
 BATCH = 32  # samples of one lane; there is one lane a process
 STEPS = 10
+MEETINGS = 2  # of all processes in a step of evenstep: after forward and after backward
 INFINITE = float("inf")
 
 
 def measure(world, sizes, sums):
     """Return on each rank ``{size: {way: [s, ...]}}``, and the seconds of training steps. Collective.
 
-    The steps are those of a process for itself, all of them at once, and those of all together.
+    The steps are those of a process for itself, all of them at once, and those of all together. The former
+    begin together, each after a barrier: a process that is ahead would leave its core to the others.
     """
     found = reduce.times(world, sums, sizes) if world.world_size > 1 else {}
-    alone = steps(World(seed=world.seed, device=world.device, threads=world.threads))
+    meet = dist.barrier if world.world_size > 1 else None
+    alone = steps(World(seed=world.seed, device=world.device, threads=world.threads), meet)
     return found, alone, steps(world) if world.world_size > 1 else alone
 
 
-def steps(world):
-    """Return the seconds of some training steps with a lane of 32 samples a process."""
+def steps(world, meet=None):
+    """Return the seconds of some steps, of a lane of 32 samples a process; ``meet()`` comes before each."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     state = TrainState(model, optimizer, world=world)
@@ -52,6 +58,8 @@ def steps(world):
     loss = cross_entropy()
     seconds = []
     for batch in loader.batches(state, steps=STEPS + 3):
+        if meet is not None:
+            meet()
         begun = time.perf_counter()
         train_step(state, batch, loss)
         seconds.append(time.perf_counter() - begun)
@@ -137,36 +145,50 @@ def calibrate(rounds):
     """Measure, fit, compare, print and keep."""
     sums = {w: {size: {way: [] for way in WAYS} for size in SIZES} for w in WORLD_SIZES if w > 1}
     alone, together = ({w: [] for w in WORLD_SIZES} for _ in range(2))
+    loads = [os.getloadavg()[0]]
     for number in range(rounds):
         for world_size in WORLD_SIZES if number % 2 == 0 else WORLD_SIZES[::-1]:
-            found, *seconds = launch(measure, SIZES, 10, nproc=world_size, threads=1, device="cpu")
-            alone[world_size] += seconds[0]
-            together[world_size] += seconds[1]
-            for size, ways in found.items():
-                for way, samples in ways.items():
-                    sums[world_size][size][way] += samples
+            options = {"nproc": world_size, "threads": 1, "device": "cpu", "all_values": True}
+            for found, *seconds in launch(measure, SIZES, 10, **options):
+                alone[world_size] += seconds[0]
+                together[world_size] += seconds[1]
+                for size, ways in found.items():
+                    for way, samples in ways.items():
+                        sums[world_size][size][way] += samples
+        loads.append(os.getloadavg()[0])
     medians = {
         w: {size: {way: statistics.median(s) for way, s in ways.items()} for size, ways in sizes.items()}
         for w, sizes in sums.items()
     }
-    machines = fitted(medians, record.about()["cores"], *adding())
-    record.keep(
-        "scaling",
-        rounds=rounds,
-        machines={k: v for k, v in dataclasses.asdict(machines).items() if v != INFINITE},
-        parameters=num_parameters(Net())[0],
-        sums_us={
+    values = {
+        "rounds": rounds,
+        "load_of_rounds": [round(load, 1) for load in loads],
+        "parameters": num_parameters(Net())[0],
+        "sums_us": {
             w: {
                 size: {way: round(1e6 * seconds, 1) for way, seconds in ways.items()}
                 for size, ways in sizes.items()
             }
             for w, sizes in medians.items()
         },
-        alone_ms={w: summary(samples) for w, samples in alone.items()},
-        steps_ms={w: summary(samples) for w, samples in together.items()},
+        "alone_ms": {w: summary(samples) for w, samples in alone.items()},
+        "steps_ms": {w: summary(samples) for w, samples in together.items()},
+    }
+    machines = fitted(medians, record.about()["cores"], *adding())
+    machines = dataclasses.replace(machines, last_s=fitted_last_s(with_text_keys(values), machines.cores))
+    record.keep(
+        "scaling",
+        machines={k: v for k, v in dataclasses.asdict(machines).items() if v != INFINITE},
+        **values,
     )
     for name, text in tables(record.newest("scaling")).items():
         print(f"\n{name}\n\n{text}")
+    print(f"\nload of the machine before the first and after each round: {values['load_of_rounds']}")
+
+
+def with_text_keys(values):
+    """Return values as they come back from JSON, where all keys are text."""
+    return json.loads(json.dumps(values))
 
 
 def summary(seconds):
@@ -175,9 +197,49 @@ def summary(seconds):
     return {"median": median, "quartiles": [low, high], "n": len(seconds)}
 
 
+def own_sums_s(kept, world_size):
+    """Return the seconds of the sums of one step by themselves, as measured: interpolated between two sizes.
+
+    Of the vector (32 bytes) the least size that was measured stands for it.
+    """
+    work = Work("net", kept["parameters"], 0.0)
+    measured = kept["sums_us"].get(str(world_size))
+    if measured is None:  # one process
+        return 0.0
+    sizes = sorted(map(int, measured))
+    total = 0.0
+    for n in (work.vector_bytes, *scaling.buckets(work.gradient_bytes)):
+        below = n < scaling.gather_below_bytes(world_size)
+        way = "all-reduce" if world_size == 2 else "gather" if below else "two-phase"
+        total += float(np.interp(n, sizes, [measured[str(size)][way] for size in sizes])) / 1e6
+    return total
+
+
+def rest_s(kept, world_size):
+    """Return what a measured step takes beyond measured computing and its sums by themselves."""
+    step, alone = (kept[name][str(world_size)]["median"] / 1e3 for name in ("steps_ms", "alone_ms"))
+    return step - alone - own_sums_s(kept, world_size)
+
+
+def fitted_last_s(kept, cores):
+    """Return ``Machines.last_s`` from a calibration's fitted world sizes with more processes than cores.
+
+    Zero where there is none, or where nothing is left of a step.
+
+    Args:
+        kept: the calibration, as it comes from JSON.
+        cores: that the processes share.
+    """
+    crowded = [w for w in FITTED if w > cores]
+    per_unit = [rest_s(kept, w) / (MEETINGS * np.log2(w / cores)) for w in crowded]
+    return float(f"{max(0.0, statistics.mean(per_unit)):.2g}") if per_unit else 0.0
+
+
 def tables(kept):
     """Return the tables of a kept calibration: the fit, sums and steps, measured and predicted."""
     machines = Machines(between_bytes_per_s=INFINITE, **kept["machines"])
+    if "last_s" not in kept["machines"]:  # a calibration from before there was such a term
+        machines = dataclasses.replace(machines, last_s=fitted_last_s(kept, machines.cores))
     return {
         "fit": scaling.numbers_table([machines], places=0),
         "calibration": _sums_table(kept, machines),
@@ -201,17 +263,25 @@ def _steps_table(kept, machines):
     one = kept["steps_ms"]["1"]["median"]
     work = Work("net", kept["parameters"], one / 1e3)
     rows = []
-    for world_size, step in kept["steps_ms"].items():
-        said = 1e3 * scaling.step_s(machines, work, int(world_size), scaling.evenstep)
-        alone = one * max(1.0, int(world_size) / machines.cores)
-        measured = kept["alone_ms"][world_size]["median"]
+    for world_size in map(int, kept["steps_ms"]):
+        step = kept["steps_ms"][str(world_size)]
+        alone = kept["alone_ms"][str(world_size)]["median"]
+        alone_said = one * max(1.0, world_size / machines.cores)
+        sums, waits = 1e3 * own_sums_s(kept, world_size), 1e3 * rest_s(kept, world_size)
+        said = 1e3 * scaling.step_s(machines, work, world_size, scaling.evenstep)
+        waits_said = 1e3 * scaling.waiting_s(machines, world_size, MEETINGS) if world_size > 1 else 0.0
+        parts = alone + sums + waits_said
         spread = " to ".join(f"{quartile:.1f}" for quartile in step["quartiles"])
         rows.append(
             [
                 world_size,
-                f"{measured:.1f} / {alone:.1f} ({alone / measured:.2f})",
-                f"{step['median'] - measured:.1f} / {said - alone:.1f}",
+                f"{alone:.1f} / {alone_said:.1f} ({alone_said / alone:.2f})",
+                f"{sums:.1f} / {said - alone_said - waits_said:.1f}",
+                f"{waits:.1f} / {waits_said:.1f}",
                 f"{step['median']:.1f} ({spread}) / {said:.1f} ({said / step['median']:.2f})",
+                f"{parts:.1f} ({parts / step['median']:.2f})",
             ]
         )
-    return scaling.table(["processes", "computing", "sums: the rest", "step"], rows)
+    head = ["processes", "computing", "sums by themselves", "waiting: the rest", "step"]
+    fit = f"A doubling of the processes per core: {1e3 * machines.last_s:.2g} ms of waiting at each meeting."
+    return scaling.table([*head, "step from measured parts"], rows) + "\n\n" + fit

@@ -46,6 +46,17 @@ def crowded(machines, world_size):
     )
 
 
+def waiting_s(machines, world_size, meetings):
+    """Return what the meetings of a step wait for the last process, where processes share cores: else 0.
+
+    Between two meetings each process computes, and with more processes than cores they come one after the
+    other. The form was chosen after two points of a busy machine had been seen (docs/scaling.md).
+    """
+    if machines.cores is None:
+        return 0.0
+    return meetings * machines.last_s * math.log2(max(1.0, world_size / machines.cores))
+
+
 def num_machines(machines, world_size):
     """Return how many machines a run has."""
     return -(-world_size // machines.gpus)
@@ -225,7 +236,8 @@ def step_s(machines, work, world_size, way):
 
     A third of the time is forward; a bucket is ready when backward has come through its share of the bytes.
     evenstep sums a vector of loss and statistics before them, as soon as forward is done.
-    On shared cores nothing overlaps: sums and backward wait for the same cores, and so do all processes.
+    On shared cores nothing overlaps: sums and backward wait for the same cores, and so do all processes. They
+    meet after backward; with evenstep after forward, too. The buckets of one backward are one meeting.
     """
     if world_size == 1:
         return work.compute_s
@@ -233,7 +245,8 @@ def step_s(machines, work, world_size, way):
     sizes = [work.vector_bytes] * (way in OURS) + buckets(work.gradient_bytes)
     costs = [sum(way(crowd, size, world_size).values()) for size in sizes]
     if machines.cores is not None:
-        return max(1.0, world_size / machines.cores) * work.compute_s + sum(costs)
+        waiting = waiting_s(machines, world_size, 1 + (way in OURS))
+        return max(1.0, world_size / machines.cores) * work.compute_s + sum(costs) + waiting
     done, ready = 0, work.compute_s / 3
     if way in OURS:
         del sizes[0]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import evenstep
 from evenstep.tree import cover, fold
 from evenstep.world import share
 from trees import subtree, text_of
@@ -122,6 +123,49 @@ def test_on_shared_cores_nothing_overlaps_and_all_is_slower(scaling):
     hop, byte = shared.inside_s + 3 / 4 * shared.turn_s, 4 / shared.inside_bytes_per_s
     expected = 4 * 3.0 + shared.call_s + 14 * hop + 2 * 4000 * 7 / 8 * byte
     assert scaling.step_s(shared, work, 8, scaling.ring) == pytest.approx(expected)
+    # The wait for the last process: once for plain DDP, twice with evenstep, which meets after forward, too.
+    late = clusters.Machines(**{**vars(shared), "last_s": 0.5})
+    for way, meetings in ((scaling.ring, 1), (scaling.evenstep, 2)):
+        waited = scaling.step_s(late, work, 8, way) - scaling.step_s(shared, work, 8, way)
+        assert waited == pytest.approx(meetings * 0.5 * 2)  # log2(8 processes / 2 cores)
+    assert scaling.waiting_s(late, 2, 2) == scaling.waiting_s(late, 1, 2) == 0
+    assert scaling.waiting_s(scaling.H100, 1024, 2) == 0  # every process has a GPU of its own
+
+
+def calibration(last_ms):
+    """Return what --calibrate keeps, of steps that follow the model: 20 ms alone, 2 cores."""
+    ways = {"all-reduce": 1000.0, "gather": 2000.0, "two-phase": 3000.0}
+    sums = {str(w): {"16384": ways, "4194304": ways} for w in (2, 4, 8)}
+    own = {1: 0.0, 2: 2.0, 4: 4.0, 8: 5.0}  # the vector and one bucket of 616 KiB, in ms
+    alone = {str(w): {"median": 20.0 * max(1, w / 2)} for w in own}
+    steps = {
+        str(w): {"median": alone[str(w)]["median"] + own[w] + 2 * last_ms * max(0, math.log2(w / 2))}
+        for w in own
+    }
+    return {"parameters": 157_578, "sums_us": sums, "alone_ms": alone, "steps_ms": steps}
+
+
+def test_the_wait_for_the_last_process_is_fitted_to_a_calibration(scaling):
+    import loopback
+
+    kept = calibration(7.0)
+    assert [loopback.own_sums_s(kept, w) for w in (1, 2, 4, 8)] == pytest.approx([0, 2e-3, 4e-3, 5e-3])
+    assert loopback.fitted_last_s(kept, 2) == pytest.approx(7e-3)
+    assert loopback.rest_s(kept, 8) == pytest.approx(4 * 7e-3)
+    assert loopback.fitted_last_s(kept, 4) == 0.0  # nobody shares a core
+    assert loopback.fitted_last_s(calibration(-3.0), 2) == 0.0
+
+
+def test_a_calibration_measures_all_ranks(scaling):
+    import loopback
+
+    ranks = evenstep.launch(
+        loopback.measure, (4096,), 2, nproc=2, threads=1, device="cpu", all_values=True
+    )
+    assert len(ranks) == 2
+    for sums, alone, together in ranks:
+        assert {way: len(samples) for way, samples in sums[4096].items()} == dict.fromkeys(loopback.WAYS, 2)
+        assert len(alone) == len(together) == loopback.STEPS
 
 
 def test_copies_of_lane_gradients(scaling):
