@@ -1,22 +1,34 @@
-"""What every benchmark keeps with its numbers: the machine, the versions, and how it was started."""
+"""What every benchmark keeps with its numbers: machine, versions, code, and how it was started."""
 
 import datetime
 import json
 import os
 import platform
+import subprocess
 import sys
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
 
 
+def code():
+    """Return this checkout's commit, with "-dirty" if tracked files have changes; None without git."""
+    words = ["git", "describe", "--always", "--dirty"]
+    try:
+        found = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True)
+    except OSError:  # there is no git
+        return None
+    return found.stdout.strip() or None
+
+
 def about(**values):
-    """Return a record: when, with which arguments, on what machine, and ``values``."""
+    """Return a record: when, with which arguments, on what machine, of which code, and ``values``."""
     import torch  # late: a benchmark of launching has none in the process that launches
 
     return {
         "date": f"{datetime.datetime.now():%Y-%m-%d %H:%M}",
         "argv": sys.argv[1:],
+        "code": code(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
