@@ -108,3 +108,18 @@ def test_the_launchers_log_without_a_run_directory_keeps_stderr_clean(capsys):
     with log.launcher(None) as own:
         own.error("nobody reads this")
     assert capsys.readouterr().err == ""
+
+
+def test_a_moment_goes_to_the_log_of_the_launcher_or_of_the_worker(tmp_path):
+    with log.setup(tmp_path, 0, level="DEBUG", console=False):
+        log.moment("in a worker")
+        with log.launcher(tmp_path) as launching:
+            launching.setLevel(logging.DEBUG)
+            log.moment("in the launcher", launching=True)
+            launching.setLevel(logging.NOTSET)
+    worker = (tmp_path / "logs" / "rank0.log").read_text()
+    launcher = (tmp_path / "logs" / "launcher.log").read_text()
+    assert "moment: in a worker (" in worker
+    assert "ms of CPU time" in worker
+    assert "in the launcher" not in worker
+    assert launcher.rstrip().endswith("| evenstep.launcher | moment: in the launcher")

@@ -245,7 +245,7 @@ class Run:
         if self._meeting is not None and self._meeting.agreed is not None:
             worker.write_agreed(self.directory, restart, vars(self._meeting.agreed))
         self.server.begin(restart)
-        logging.getLogger("evenstep.launcher").debug("moment: the agent starts the workers")
+        log.moment("the agent starts the workers", launching=True)
         with self._lock:
             self._hidden.enter_context(main_hidden())
             self._hidden.enter_context(sharedmem.semaphores(self.shared.path))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import logging
 import os
 import queue
 import shutil
@@ -24,13 +23,12 @@ from typing import Any
 import cloudpickle
 from loguru import logger
 
-from evenstep import sharedmem
+from evenstep import log, sharedmem
 from evenstep.errors import MachineError
 
 _LOOK_EVERY_S = 0.1
 _LAST_WORDS_S = 1.0
 _GONE_TRIES, _GONE_EVERY_S = 20, 0.01
-_moments = logging.getLogger("evenstep.launcher")
 
 
 @dataclass
@@ -240,7 +238,7 @@ class Server:
             if self._asked is not None:
                 self._put(peer, cloudpickle.dumps(("stop", self._asked)))
             all_connected = len(self._peers) == self.num_workers
-        _moments.debug("moment: rank %d connected", rank)
+        log.moment(f"rank {rank} connected", launching=True)
         if all_connected:
             self._on_connected()
         with contextlib.suppress(OSError, EOFError):
@@ -248,7 +246,7 @@ class Server:
                 kind, content = cloudpickle.loads(connection.recv_bytes())
                 self._take(peer, kind, content)
         peer.ended = time.time()
-        _moments.debug("moment: rank %d is gone", rank)
+        log.moment(f"rank {rank} is gone", launching=True)
         with self._lock:
             self._heard.notify_all()
             if not peer.done and self._peers.get(rank) is peer:

@@ -16,6 +16,7 @@ from evenstep.errors import ConfigError
 
 FORMAT = "{time:YYYY-MM-DD HH:mm:ss.SSS} | {level: <8} | {who} | {name}:{line} | {message}"
 CONSOLE_FORMAT = "[{who}] {level}: {message}"
+_LAUNCHER = "evenstep.launcher"
 
 
 def path_of(run_dir: str | Path, rank: int) -> Path:
@@ -23,13 +24,21 @@ def path_of(run_dir: str | Path, rank: int) -> Path:
     return Path(run_dir) / "logs" / f"rank{rank}.log"
 
 
-def moment(name: str) -> None:
-    """Write into the log file, at level DEBUG, that this process has come so far, with its CPU time.
+def moment(name: str, *, launching: bool = False) -> None:
+    """Write into the log file, at level DEBUG, that this process has come so far.
 
     ``benchmarks/recovery.py --trace`` makes a time line of these. Where the level is higher it costs about a
     microsecond.
+
+    Args:
+        name: what it has come to.
+        launching: this is the launching process, where Loguru's handlers are the user's: it goes to
+            :func:`launcher`'s file. Otherwise to that of this worker, with its CPU time.
     """
-    logger.opt(depth=1).debug("moment: {} ({:.1f} ms of CPU time)", name, time.process_time() * 1e3)
+    if launching:
+        logging.getLogger(_LAUNCHER).debug("moment: %s", name)
+    else:
+        logger.opt(depth=1).debug("moment: {} ({:.1f} ms of CPU time)", name, time.process_time() * 1e3)
 
 
 def check_rotation(rotation: str) -> None:
@@ -142,7 +151,7 @@ def launcher(run_dir: str | Path | None) -> Iterator[logging.Logger]:
         path.parent.mkdir(parents=True, exist_ok=True)
         handler = logging.FileHandler(path, encoding="utf8")
         handler.setFormatter(logging.Formatter("%(asctime)s | %(levelname)-8s | %(name)s | %(message)s"))
-    names = ("torch.distributed.elastic", "torch.multiprocessing.spawn", "evenstep.launcher")
+    names = ("torch.distributed.elastic", "torch.multiprocessing.spawn", _LAUNCHER)
     loggers = [logging.getLogger(name) for name in names]
     before = [each.propagate for each in loggers]
     for each in loggers:
