@@ -157,6 +157,7 @@ def eval_job(world: World, config: TrainConfig, path: str) -> dict[str, Any]:
     """
     source = _source(config)
     saved = checkpoint.load(path)
+    _check_classes(config, source, saved.meta)
     model = _model(config, source)
     checkpoint.load_into(model, saved)
     digest = weights_sha256(model.state_dict())
@@ -176,7 +177,7 @@ def eval_job(world: World, config: TrainConfig, path: str) -> dict[str, Any]:
         source.test,
         at_size(metrics_of(config, classification), _sizes(config), lambda: epoch),
         context=_evaluating(config, lambda: autocast(precision, device)),
-        **_loading(config, source),
+        **_loading(config, source, saved.meta),
     )
     return {
         "run_dir": str(Path(path).parent.parent),
@@ -186,6 +187,30 @@ def eval_job(world: World, config: TrainConfig, path: str) -> dict[str, Any]:
         **_test_values(config, metrics, source),
         "weights_sha256": digest,
     }
+
+
+def _check_classes(config: TrainConfig, source: Source, meta: dict[str, Any]) -> None:
+    """Raise ConfigError if a checkpoint's model says other classes than the data have, or in other order."""
+    trained, found = list(meta.get("classes") or ()), list(source.classes or ())
+    # The data that have no names have numbers for them.
+    numbers = [str(number) for number in range(len(trained))]
+    if (
+        not trained
+        or not found
+        or trained == found
+        or (len(trained) == len(found) and numbers in (trained, found))
+    ):
+        return
+    raise ConfigError(
+        f"the data {config.data.data!r} have the classes {_listed(found)}, and the model was trained on "
+        f"{_listed(trained)}. An output of the model stands for a class by its number, so the accuracy would "
+        "be wrong. Give --data with the same classes (in a folder: train and test folders of the same names)."
+    )
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:20])
+    return f"({shown})" if len(names) <= 20 else f"({shown} and {len(names) - 20} more)"
 
 
 def _test_values(config: TrainConfig, metrics: dict[str, float], source: Source) -> dict[str, Any]:
@@ -242,13 +267,18 @@ def _model(config: TrainConfig, source: Source) -> nn.Module:
     return build(config.model.model, **_shape(config, source))
 
 
-def _loading(config: TrainConfig, source: Source) -> dict[str, Any]:
-    """Return how samples are read, which is the same in training and in evaluation."""
+def _loading(config: TrainConfig, source: Source, meta: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return how samples are read, which is the same in training and in evaluation.
+
+    With the ``meta`` of a checkpoint images are normalised as in its training, whatever the data are.
+    """
     wanted = config.data.memory_format
     if isinstance(source.train, ImageArrays):
         train = source.train
+        # Older checkpoints do not have it.
+        saved = (meta or {}).get("normalize") or (train.mean, train.std)
         return {
-            "normalize": (train.mean, train.std) if config.data.augment else None,
+            "normalize": tuple(map(tuple, saved)) if config.data.augment else None,
             "memory_format": None if wanted == "auto" else wanted,
         }
     # A model of the user's may look at its input with view(), which channels_last does not allow.
@@ -355,6 +385,7 @@ def _state(config: TrainConfig, source: Source, steps_per_epoch: int | None, wor
         "config": to_flat(config) | {"precision": state.precision},
         "classes": list(source.classes or ()),
         "fingerprint": getattr(source.train, "fingerprint", None),
+        "normalize": _loading(config, source).get("normalize"),
     }
     if state.resumed_from is not None:
         _check_resumed(state, checkpoint.read_meta(state.resumed_from), meta)
