@@ -133,7 +133,7 @@ def main(argv=None):
     runs = []
     with tempfile.TemporaryDirectory() as data:
         if args.baseline:
-            words = [sys.executable, str(PEERS / "data.py"), args.data, data, "--test", "10000"]
+            words = [sys.executable, str(PEERS / "data.py"), data, "--source", args.data, "--test", "10000"]
             subprocess.run(words, check=True)
         for number, seed in enumerate(args.seeds):
             for steps in [args.first, 0] if args.first else [0]:
