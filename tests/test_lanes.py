@@ -80,7 +80,8 @@ def test_one_lane_is_plain_pytorch():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     from evenstep.data.augment import Augment
 
-    position = TrainState(SmallNet(), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1))
+    other = SmallNet()
+    position = TrainState(other, torch.optim.SGD(other.parameters(), lr=1))
     expected = []
     for batch in Loader(images(), 50, augment=Augment()).batches(position, epochs=1):
         inputs, labels = batch.lanes[0].data

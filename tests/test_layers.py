@@ -42,6 +42,7 @@ LAYERS = {
             "globalnorm",
             "globallanes",
             "staging",
+            "parameters",
             "passes",
             "objects",
             "storable",

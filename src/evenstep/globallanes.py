@@ -28,13 +28,13 @@ from evenstep.errors import ConfigError
 from evenstep.globalnorm import BACKWARD_ENDS, FORWARD_ENDS, GlobalBatchNorm, convert, places_of
 from evenstep.handover import HandOver
 from evenstep.heartbeat import Activity, now
-from evenstep.passes import Forward, Totals, Watched, begin_step, param_views, unused_error
+from evenstep.parameters import Parameters, take_over_from_rank_0
+from evenstep.passes import Forward, Totals, Watched, begin_step, sum_in_pieces, unused_error
 from evenstep.seeding import seed_step
 from evenstep.staging import Staging
 from evenstep.tree import merges_after_lane
 from evenstep.world import World
 
-_PIECE_BYTES = 25 * 1024 * 1024
 _HEADER = 3  # how many lanes have come, the sum of their places' numbers, and of the squares of these
 
 
@@ -60,9 +60,7 @@ class GlobalLanes:
         self._allow_unused = unused_parameters == "allow"
         self._module = module
         self._device = torch.device(world.device)
-        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        self._names = [name for name, _ in named]
-        self._params = [p for _, p in named]
+        self._parameters = Parameters(module)
         self._places = places_of(world)
         convert(module, self._places)
         self._layers = {id(layer) for layer in module.modules() if isinstance(layer, GlobalBatchNorm)}
@@ -74,7 +72,7 @@ class GlobalLanes:
         self._is_open = False
         if world.world_size > 1:
             check_same_model(module, world)
-            _take_over_from_rank_0(module)
+            take_over_from_rank_0(module)
 
     def close(self) -> None:
         """Do nothing: no thread outlives a step."""
@@ -91,13 +89,15 @@ class GlobalLanes:
 
     def begin(self, step: int = 0) -> None:
         """Start step number ``step``: no gradient, and the buffers remembered."""
-        self._staged, _ = begin_step(step, self._params, self._staging, self._world, is_open=self._is_open)
+        self._staged, _ = begin_step(
+            step, self._parameters, self._staging, self._world, is_open=self._is_open
+        )
         self._is_open = True
         self._step = step
         self._gradients: list[list[Tensor]] = []  # the stack of subtree sums, one tensor a parameter
         self._records: list[tuple[GlobalBatchNorm, Tensor, Tensor]] = []
         self._totals: Tensor | None = None
-        self._used = torch.zeros(len(self._params), dtype=torch.uint8, device=self._device)
+        self._used: Tensor | None = None
 
     def run(
         self, batch: Batch, forward: Forward, *, scale: Callable[[Tensor], Tensor], watched: Watched
@@ -123,9 +123,13 @@ class GlobalLanes:
             for staging in self._staged:
                 staging.rollback()
         start = time.perf_counter()
-        self._reduce()
+        self._world.at("in_reduce", self._step)
+        used = self._used if self._allow_unused else None
+        sum_in_pieces(self._gradients, self._parameters.trained, self._exchange, used)
+        self._gradients = []
         self._waited_s, self._num_steps = self._waited_s + time.perf_counter() - start, self._num_steps + 1
         self._is_open = False
+        self._parameters.check_unwritten(self._step)
         assert self._totals is not None
         loss, count, stop = self._totals[:3]
         return Totals(loss, count, stop)
@@ -176,7 +180,11 @@ class GlobalLanes:
             self._totals = totals
             now(self._world, Activity.REDUCE)
             self._world.at("before_reduce", self._step)
-            gradients = torch.autograd.grad(scale(loss), self._params, allow_unused=True)
+            self._settle()
+            params = self._parameters.trained
+            gradients: Sequence[Tensor | None] = [None] * len(params)
+            if loss.requires_grad and params:
+                gradients = torch.autograd.grad(scale(loss), params, allow_unused=True)
             self.meet(BACKWARD_ENDS, None)
             self._add(gradients, part)  # only now, when lanes surely come in their order
 
@@ -191,18 +199,25 @@ class GlobalLanes:
                     'step batchnorm="global", or pass --batchnorm lane.'
                 )
 
+    def _settle(self) -> None:
+        """Train the parameters that require a gradient after the forward passes. Collective, once a step."""
+        if self._parameters.is_unsettled:
+            if self._world.world_size > 1:
+                check_same_model(self._module, self._world)
+            self._parameters.settle()
+
     def _add(self, gradients: Sequence[Tensor | None], part: LaneBatch) -> None:
         """Put a lane's gradient on the stack and make the sums of the tree that are due."""
-        missing = [i for i, g in enumerate(gradients) if g is None]
-        if missing and not self._allow_unused:
-            raise unused_error([self._names[i] for i in missing])
-        if part.size:
-            used = [g is not None for g in gradients]
-            self._used |= torch.tensor(used, dtype=torch.uint8, device=self._device)
+        missing = [name for name, g in zip(self._parameters.names, gradients, strict=True) if g is None]
+        if not self._allow_unused and (missing or not gradients):
+            raise unused_error(missing)
+        used = [g is not None and part.size > 0 for g in gradients]
+        own = torch.tensor(used, dtype=torch.uint8, device=self._device)
+        self._used = own if self._used is None else self._used | own
         self._gradients.append(
             [
                 torch.zeros_like(p) if g is None or not part.size else g
-                for p, g in zip(self._params, gradients, strict=True)
+                for p, g in zip(self._parameters.trained, gradients, strict=True)
             ]
         )
         for _ in range(self._merges[part.lane - self._world.own_lanes.start]):
@@ -247,44 +262,3 @@ class GlobalLanes:
             "same BatchNorm layers in the same order, because they share their statistics. Let the model's "
             "path not depend on the data, or pass --batchnorm lane."
         )
-
-    def _reduce(self) -> None:
-        """Exchange the subtree sums and leave the whole tree's in ``.grad``, each in its weight's strides."""
-        self._world.at("in_reduce", self._step)
-        if self._allow_unused and self._world.world_size > 1:
-            dist.all_reduce(self._used, op=dist.ReduceOp.MAX)
-        for piece in self._pieces():
-            params = [self._params[i] for i in piece]
-            nodes = [params[0].new_empty(sum(p.numel() for p in params)) for _ in self._gradients]
-            for node, gradients in zip(nodes, self._gradients, strict=True):
-                torch._foreach_copy_(param_views(node, params), [gradients[i] for i in piece])
-            if self._world.world_size > 1:
-                reduce_nodes(nodes, self._exchange, nodes[0])
-            for i, p, gradient in zip(piece, params, param_views(nodes[0], params), strict=True):
-                p.grad = gradient if not self._allow_unused or self._used[i] else None
-        self._gradients = []
-
-    def _pieces(self) -> list[list[int]]:
-        """Return the numbers of the parameters, piece by piece, in pieces of one dtype."""
-        pieces: list[list[int]] = []
-        last: dict[torch.dtype, int] = {}
-        sizes: list[int] = []
-        for i, p in enumerate(self._params):
-            size = p.numel() * p.element_size()
-            at = last.get(p.dtype)
-            if at is None or sizes[at] + size > _PIECE_BYTES:
-                at = last[p.dtype] = len(pieces)
-                pieces.append([])
-                sizes.append(0)
-            pieces[at].append(i)
-            sizes[at] += size
-        return pieces
-
-
-def _take_over_from_rank_0(module: nn.Module) -> None:
-    """Make rank 0's parameters and buffers everybody's, as DDP does. Collective: every rank must call."""
-    with torch.no_grad():
-        for tensor in [*module.parameters(), *module.buffers()]:
-            sent = tensor.detach().contiguous()
-            dist.broadcast(sent, src=0)
-            tensor.copy_(sent)

@@ -3,7 +3,12 @@
 A process runs its lanes one after the other. The gradients of all but the last are taken away and added up
 along the tree (tree.py). The last lane's backward pass runs through torch's DistributedDataParallel, whose
 communication hook adds what was taken away and hands each bucket to the ordered sum (collectives.py) while
-backward goes on. With a world of one process there is nothing to communicate, and DDP is left out.
+backward goes on. What DDP takes for its module's forward pass is the whole call of the loss function
+(``_Whole``): so that one gets the model itself, and may use it in any way, whatever the number of processes.
+
+DDP is left out where there is nothing to communicate (one process), and where it asks for more than the lanes
+do: with parameters that may be unused it must know of each pass which ones it uses, and it has no complex
+ones. Then the gradients are taken away from every lane, and summed after backward (``sum_in_pieces``).
 
 What every lane knows besides its gradient (loss, running statistics, a wish to stop) travels in a small
 vector along the same tree. It is known after the forward pass, so its exchange hides behind backward.
@@ -12,7 +17,9 @@ vector along the same tree. It is known after the forward pass, so its exchange 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -27,14 +34,24 @@ from evenstep.collectives import CommunicationThread, Exchange, reduce_nodes
 from evenstep.data.batch import Batch
 from evenstep.errors import ConfigError
 from evenstep.heartbeat import Activity, now
-from evenstep.passes import Forward, Totals, Watched, begin_step, explained, param_views, unused_error
+from evenstep.parameters import Parameters, take_over_from_rank_0
+from evenstep.passes import (
+    Forward,
+    Totals,
+    Watched,
+    begin_step,
+    explained,
+    param_views,
+    sum_in_pieces,
+    unused_error,
+)
 from evenstep.seeding import seed_step
 from evenstep.staging import Staging
 from evenstep.tree import fold, merges_after_lane
 from evenstep.world import World
 
-_LOSS, _COUNT, _STOP, _OTHERS = range(4)
-_NUM_TOTALS = 4
+_LOSS, _COUNT, _STOP, _OTHERS, _HIDDEN = range(5)
+_NUM_TOTALS = 5
 
 
 class Lanes:
@@ -45,11 +62,9 @@ class Lanes:
 
     def __init__(self, module: nn.Module, world: World, *, unused_parameters: str = "error") -> None:
         self._world = world
+        self._module = module
         self._allow_unused = unused_parameters == "allow"
-        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        self._names = [name for name, _ in named]
-        self._params = [p for _, p in named]
-        self._index = {id(p): i for i, p in enumerate(self._params)}
+        self._parameters = Parameters(module)
         if world.mode == "exact":
             _check_layers(module)
         self._staging = Staging(module)
@@ -59,24 +74,29 @@ class Lanes:
         self._exact = world.mode == "exact"
         self._thread: CommunicationThread | None = None
         self._exchange = Exchange.of(world)
-        self._module = self._ddp = module
+        # Direct: every collective is a single all-reduce, started by the thread that runs backward.
+        self._direct = self._exchange.is_pair or not self._exact
+        self._ddp: DistributedDataParallel | None = None
         self._is_open = False
+        self._waited_s, self._num_steps = 0.0, 0
         if world.world_size > 1:
             check_same_model(module, world)
-            # Direct: every collective is a single all-reduce, started by the thread that runs backward.
-            self._direct = self._exchange.is_pair or not self._exact
-            if not self._direct:
-                # DDP sends its own bitmap of used parameters, in a place of its own among our collectives.
-                if self._allow_unused:
-                    group = dist.new_group()
-                    assert isinstance(group, dist.ProcessGroup)  # every rank is in it
-                    self._exchange = Exchange.of(world, group)
-                self._thread = CommunicationThread(self._device)
-                weakref.finalize(self, self._thread.end).atexit = False
-            ddp = _wrap(module, self._device, find_unused=self._allow_unused)
-            if self._exact:
-                ddp.register_comm_hook(None, _weakly(self._hook))
-            self._ddp = ddp
+            take_over_from_rank_0(module)
+        self._wrap()
+
+    def _wrap(self) -> None:
+        """Put DDP around the parameters that are trained now, where it is needed and can be."""
+        params = self._parameters.trained
+        is_summed_after = self._allow_unused or not params or any(p.is_complex() for p in params)
+        if self._world.world_size == 1 or is_summed_after:
+            self._ddp = None
+            return
+        if not self._direct and self._thread is None:
+            self._thread = CommunicationThread(self._device)
+            weakref.finalize(self, self._thread.end).atexit = False
+        self._ddp = _wrapped(self._module, self._device)
+        if self._exact:
+            self._ddp.register_comm_hook(None, _weakly(self._hook))
 
     def close(self) -> None:
         """End the communication thread."""
@@ -87,16 +107,19 @@ class Lanes:
     @property
     def _loss_scale(self) -> int:
         """What a lane's loss must be multiplied with: in fast mode, torch DDP divides by the world size."""
-        return 1 if self._exact else self._world.world_size
+        return 1 if self._exact or self._ddp is None else self._world.world_size
 
     @property
     def wait_per_step_s(self) -> float | None:
         """Seconds of a step between the end of backward and the end of its sums; None where it is not known.
 
-        The mean over the steps that torch DDP samples: the first ten, and each hundredth.
+        The mean over the steps that torch DDP samples: the first ten, and each hundredth. Without DDP over
+        all steps, and not known on a GPU.
         """
         if self._world.world_size == 1:
             return 0.0
+        if self._ddp is None:
+            return None if self._device.type == "cuda" else self._waited_s / max(1, self._num_steps)
         sampled: dict[str, Any] = getattr(self._ddp, "_get_ddp_logging_data", dict)()
         names = ("avg_backward_comm_time", "avg_backward_compute_comm_overlap_time")
         if not all(name in sampled for name in names):
@@ -106,17 +129,18 @@ class Lanes:
     def begin(self, step: int = 0) -> None:
         """Start step number ``step``: no gradient, and the running statistics remembered."""
         self._staged, self._num_running = begin_step(
-            step, self._params, self._staging, self._world, is_open=self._is_open
+            step, self._parameters, self._staging, self._world, is_open=self._is_open
         )
         self._is_open = True
+        # The loss function may freeze and unfreeze, too (a critic's, a generator's): its forward pass counts.
+        self._is_settled = not self._parameters.is_unsettled
         self._step = step
         self._gradients: list[list[Tensor]] = []  # the stack of subtree sums, one tensor a parameter
         self._totals: list[list[Tensor]] = []
         self._pending: Callable[[], Tensor] | None = None
         self._turn = 0
         self._size = 0
-        self._reduced: dict[int, Tensor] = {}
-        self._used = torch.zeros(len(self._params), dtype=torch.uint8, device=self._device)
+        self._used = self._none_used()
 
     def run(
         self, batch: Batch, forward: Forward, *, scale: Callable[[Tensor], Tensor], watched: Watched
@@ -135,8 +159,8 @@ class Lanes:
                 self._skip()
                 continue
             seed_step(world.seed, batch.step, part.lane, self._device)
-            with watched(part), self._in_turn(part.size) as model:
-                loss, count = forward(part, model)
+            with watched(part), self._in_turn(part.size):
+                loss, count = self._run_forward(functools.partial(forward, part, self._module))
                 share = part.size / batch.size
                 self._after_forward(loss, count, share, stop=world.stop.is_set())
                 world.at("before_reduce", self._step)
@@ -144,46 +168,59 @@ class Lanes:
         return self._finish()
 
     @contextlib.contextmanager
-    def _in_turn(self, size: int) -> Iterator[nn.Module]:
+    def _in_turn(self, size: int) -> Iterator[None]:
         """Run the forward and the backward pass of the next own lane inside this block.
 
         Args:
             size: samples of the lane; 0 if its batch is a stand-in.
-
-        Yields:
-            What the loss function has to call: the model itself, or DDP around it.
         """
         self._size = size
         with contextlib.ExitStack() as stack:
             for staging in self._staged:
                 stack.callback(staging.rollback)
             stack.enter_context(explained(size))
-            if self._past_ddp:
-                yield self._module
-            else:
-                if isinstance(self._ddp, DistributedDataParallel) and not self._is_last:
-                    stack.enter_context(self._ddp.no_sync())
-                yield self._ddp
+            if self._ddp is not None and not self._is_last:
+                stack.enter_context(self._ddp.no_sync())
+            yield
         self._turn += 1
 
     @property
     def _is_last(self) -> bool:
         return self._turn == len(self._merges) - 1
 
-    @property
-    def _past_ddp(self) -> bool:
-        """Whether this lane goes past DDP.
+    def _run_forward(self, run: Callable[[], tuple[Tensor, float]]) -> tuple[Tensor, float]:
+        """Run a lane's forward pass, through DDP where there is one.
 
-        DDP notes which parameters every backward pass used, and in the last one misses the gradients that
-        were taken away in between. It only looks where parameters may be unused.
+        Where parameters have been frozen or unfrozen, the first lane's forward pass has the last word; then
+        all ranks wrap the model anew, and DDP has to know only that a backward pass comes.
         """
-        return self._allow_unused and self._exact and self._world.world_size > 1 and not self._is_last
+        if self._is_settled:
+            return run() if self._ddp is None else self._ddp(run)
+        result = run()
+        if self._parameters.is_unsettled:
+            self._settle()
+        if self._ddp is not None and self._is_last:
+            self._ddp(lambda: None)
+        return result
+
+    def _settle(self) -> None:
+        """Train the parameters that require a gradient now. Collective: every rank must call."""
+        if self._world.world_size > 1:
+            check_same_model(self._module, self._world)
+        self._parameters.settle()
+        self._wrap()
+        self._used = self._none_used()
+        # What is on the stack is of lanes without samples, which did not come to a forward pass.
+        self._gradients = [[torch.zeros_like(p) for p in self._parameters.trained] for _ in self._gradients]
+
+    def _none_used(self) -> Tensor:
+        return torch.zeros(len(self._parameters.trained), dtype=torch.uint8, device=self._device)
 
     def _skip(self) -> None:
         """Let the next own lane pass: it has no samples and is not the last."""
         self._push(self._totals, [self._lane_vector()])
-        if self._exact or self._world.world_size == 1:
-            self._push(self._gradients, [torch.zeros_like(p) for p in self._params])
+        if self._exact or self._ddp is None:
+            self._push(self._gradients, [torch.zeros_like(p) for p in self._parameters.trained])
         self._turn += 1
 
     def _after_forward(self, loss: Tensor, count: float, share: float, *, stop: bool) -> None:
@@ -203,6 +240,7 @@ class Lanes:
         if self._is_last:
             vector[_STOP] = float(stop)
             vector[_OTHERS] = float(self._staging.take_others())
+            vector[_HIDDEN] = float(len(self._staging.newly_hidden))
         self._push(self._totals, [vector])
         if self._is_last:
             self._pending = self._exchange_totals([entry[0] for entry in self._totals])
@@ -211,48 +249,45 @@ class Lanes:
         """Compute the lane's gradient and take it away, unless it is the last lane's: that is DDP's."""
         if self._is_last:
             now(self._world, Activity.REDUCE)
-        gradients: Sequence[Tensor | None]
-        if self._past_ddp:
-            gradients = torch.autograd.grad(loss, self._params, allow_unused=True)
-        else:
+        params = self._parameters.trained
+        if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
-            gradients = [p.grad for p in self._params]
-        missing = [i for i, g in enumerate(gradients) if g is None]
-        if missing and not self._allow_unused:
-            raise unused_error([self._names[i] for i in missing])
-        if self._size and self._allow_unused:
+        gradients = [p.grad for p in params]
+        if not self._allow_unused:
+            missing = [name for name, g in zip(self._parameters.names, gradients, strict=True) if g is None]
+            if missing or not loss.requires_grad:
+                raise unused_error(missing)
+        elif self._size:
             used = [g is not None for g in gradients]
             self._used |= torch.tensor(used, dtype=torch.uint8, device=self._device)
-        if self._world.world_size > 1 and (self._is_last or not self._exact):
+        if self._ddp is not None and (self._is_last or not self._exact):
             return  # DDP has the last lane's; in fast mode .grad adds up in torch's own way
         filled = [
             torch.zeros_like(p) if g is None or not self._size else g
-            for p, g in zip(self._params, gradients, strict=True)
+            for p, g in zip(params, gradients, strict=True)
         ]
         self._push(self._gradients, filled)
-        for p in self._params:
+        for p in params:
             p.grad = None
 
     def _finish(self) -> Totals:
         """Wait for the sums and leave them in ``.grad``; the model's state is still the old one."""
         assert self._pending is not None, "finish before the last lane's forward pass"
+        start = time.perf_counter()
         total = self._pending()
         self._running = total[_NUM_TOTALS:]
-        if self._world.world_size == 1:
-            for i, (p, gradient) in enumerate(zip(self._params, self._gradients[0], strict=True)):
-                p.grad = gradient if not self._allow_unused or self._used[i] else None
-        elif self._allow_unused and self._exact:
-            dist.all_reduce(self._used, op=dist.ReduceOp.MAX)
-            for i, p in enumerate(self._params):
-                if not self._used[i]:
-                    p.grad = None
-                elif p.grad is None:  # used by an earlier lane only, which DDP has not seen
-                    p.grad = self._reduced[i].clone()
+        if self._ddp is None:
+            if self._world.world_size > 1:
+                self._world.at("in_reduce", self._step)
+            used = self._used if self._allow_unused else None
+            sum_in_pieces(self._gradients, self._parameters.trained, self._exchange, used)
+        self._waited_s, self._num_steps = self._waited_s + time.perf_counter() - start, self._num_steps + 1
         if self._thread is not None and self._thread.error is not None:
             raise self._thread.error
-        if self._world.world_size > 1 and float(total[_OTHERS]):
-            self._agree_on_other_buffers()
+        if self._world.world_size > 1:
+            self._agree_on_other_buffers(total)
         self._is_open = False
+        self._parameters.check_unwritten(self._step)
         return Totals(total[_LOSS], total[_COUNT], total[_STOP])
 
     def commit(self) -> None:
@@ -261,13 +296,20 @@ class Lanes:
         for staging in self._staged:
             staging.end()
 
-    def _agree_on_other_buffers(self) -> None:
+    def _agree_on_other_buffers(self, total: Tensor) -> None:
         """Take the last rank's, which has the last lane. Collective, in steps that changed any."""
-        values: list[Any] = [self._staging.others]
-        dist.broadcast_object_list(values, src=self._world.world_size - 1, device=torch.device("cpu"))
-        self._staging.others = {
-            number: None if value is None else value.to(self._device) for number, value in values[0].items()
-        }
+        num_changed, num_hidden = total[_OTHERS:_NUM_TOTALS].tolist()
+        if num_hidden:
+            everybody: list[Any] = [None] * self._world.world_size
+            dist.all_gather_object(everybody, self._staging.newly_hidden)
+            self._staging.hide(set().union(*everybody))
+        if num_changed:
+            values: list[Any] = [self._staging.others]
+            dist.broadcast_object_list(values, src=self._world.world_size - 1, device=torch.device("cpu"))
+            self._staging.others = {
+                number: None if value is None else value.to(self._device)
+                for number, value in values[0].items()
+            }
 
     def _lane_vector(self) -> Tensor:
         return torch.zeros(_NUM_TOTALS + self._num_running, dtype=torch.float64, device=self._device)
@@ -282,9 +324,12 @@ class Lanes:
     def _exchange_totals(self, nodes: list[Tensor]) -> Callable[[], Tensor]:
         if self._world.world_size == 1:
             return lambda: nodes[0]
-        if self._thread is not None:
-            out = torch.empty_like(nodes[0])
-            return self._thread.submit(lambda: _reduced(nodes, self._exchange, out)).wait
+        if not self._direct:
+            exchanged = functools.partial(_reduced, nodes, self._exchange, torch.empty_like(nodes[0]))
+            if self._ddp is None:
+                return exchanged
+            assert self._thread is not None
+            return self._thread.submit(exchanged).wait
         out = nodes[0] if len(nodes) == 1 else torch.stack(nodes).sum(0)
         work = dist.all_reduce(out, async_op=True)
         assert work is not None
@@ -308,15 +353,13 @@ class Lanes:
         self._world.at("in_reduce", self._step)
         buffer, params = bucket.buffer(), bucket.parameters()
         gradients = param_views(buffer, params)
-        index = [self._index[id(p)] for p in params]
+        index = [self._parameters.index[id(p)] for p in params]
         if not self._size:
             buffer.zero_()
         num_merges = self._merges[-1]
         # a + b = b + a: the earlier lanes' sums can be added to the bucket instead of it to them.
         for earlier in reversed(self._gradients[len(self._gradients) - num_merges :]):
             torch._foreach_add_(gradients, [earlier[i] for i in index])
-        if self._allow_unused:
-            self._reduced.update(zip(index, gradients, strict=True))
         if self._direct:
             work = dist.all_reduce(buffer, async_op=True)
             assert work is not None
@@ -326,7 +369,7 @@ class Lanes:
         for node, earlier in zip(nodes, rest, strict=True):
             torch._foreach_copy_(param_views(node, params), [earlier[i] for i in index])
         assert self._thread is not None
-        return self._thread.submit(lambda: _reduced([*nodes, buffer], self._exchange, buffer))
+        return self._thread.submit(functools.partial(_reduced, [*nodes, buffer], self._exchange, buffer))
 
 
 def _weakly(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -362,16 +405,27 @@ def _check_layers(module: nn.Module) -> None:
             )
 
 
-def _wrap(module: nn.Module, device: torch.device, *, find_unused: bool) -> DistributedDataParallel:
+class _Whole(nn.Module):
+    """Holds the model for DDP, whose forward pass is then whatever it is called with."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, run: Callable[[], Any]) -> Any:
+        return run()
+
+
+def _wrapped(module: nn.Module, device: torch.device) -> DistributedDataParallel:
     # torch 2.14 renamed broadcast_buffers. Ours are staged, so DDP must not touch them.
     name = "forward_sync_buffers"
     if name not in inspect.signature(DistributedDataParallel.__init__).parameters:
         name = "broadcast_buffers"
     options: dict[str, Any] = {name: False}
     return DistributedDataParallel(
-        module,
+        _Whole(module),
         device_ids=[device] if device.type == "cuda" else None,
-        find_unused_parameters=find_unused,
+        init_sync=False,  # not for every dtype: take_over_from_rank_0
         gradient_as_bucket_view=True,
         **options,
     )

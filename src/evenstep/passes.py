@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from evenstep.collectives import Exchange, reduce_nodes
 from evenstep.data.batch import LaneBatch
 from evenstep.errors import ConfigError
+from evenstep.parameters import Parameters, in_pieces
 from evenstep.staging import Staging
 from evenstep.world import World
 
@@ -39,13 +42,13 @@ Watched = Callable[[LaneBatch], "contextlib.AbstractContextManager[None]"]
 
 
 def begin_step(
-    step: int, params: Sequence[Tensor], staging: Staging, world: World, *, is_open: bool
+    step: int, parameters: Parameters, staging: Staging, world: World, *, is_open: bool
 ) -> tuple[list[Staging], int]:
     """Take the gradients away and remember the buffers of all models in training.
 
     Args:
         step: the step that begins.
-        params: the parameters of the model whose step it is.
+        parameters: the parameters of the model whose step it is.
         staging: the buffers of that model.
         world: the world.
         is_open: whether the step before has failed before its sums.
@@ -62,8 +65,7 @@ def begin_step(
             "ranks still wait in that step, so no further one can begin. Let the error of train_step end "
             "main; all ranks then go on from the last step (--max-restarts), or end together."
         )
-    for p in params:
-        p.grad = None
+    parameters.begin()
     # A lane may run other models, too, and has to find them as the first lane did.
     staged = [staging, *(other for other in world.staged if other is not staging)]
     num_running, *_ = [each.begin() for each in staged]
@@ -100,8 +102,47 @@ def param_views(buffer: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
     return views
 
 
+def sum_in_pieces(
+    stack: Sequence[Sequence[Tensor]], params: Sequence[Tensor], exchange: Exchange, used: Tensor | None
+) -> None:
+    """Leave the sums over all lanes in ``.grad``, each in its weight's strides. Collective.
+
+    Args:
+        stack: this rank's subtree sums, in the order of its cover, each with one tensor a parameter.
+        params: the parameters.
+        exchange: who brings what.
+        used: uint8, for each parameter whether an own lane used it: one that nobody used gets no gradient;
+            None if all are used.
+    """
+    is_used = [True] * len(params)
+    if used is not None:
+        if len(exchange.covers) > 1:
+            dist.all_reduce(used, op=dist.ReduceOp.MAX)
+        is_used = [bool(flag) for flag in used.tolist()]
+    if len(exchange.covers) == 1:
+        for p, gradient, has_one in zip(params, stack[0], is_used, strict=True):
+            # The order in memory is that in which the gradient's norm is summed.
+            is_alike = gradient.stride() == p.stride()
+            p.grad = (gradient if is_alike else torch.empty_like(p).copy_(gradient)) if has_one else None
+        return
+    for piece in in_pieces(params):
+        parts = [params[i] for i in piece]
+        nodes = [parts[0].new_empty(sum(p.numel() for p in parts)) for _ in stack]
+        for node, gradients in zip(nodes, stack, strict=True):
+            torch._foreach_copy_(param_views(node, parts), [gradients[i] for i in piece])
+        reduce_nodes(nodes, exchange, nodes[0])
+        for i, p, gradient in zip(piece, parts, param_views(nodes[0], parts), strict=True):
+            p.grad = gradient if is_used[i] else None
+
+
 def unused_error(names: list[str]) -> ConfigError:
-    """Return the error for parameters that have got no gradient."""
+    """Return the error for parameters that have got no gradient; of none if the loss depends on nothing."""
+    if not names:
+        return ConfigError(
+            "the loss depends on no parameter that requires a gradient, so nothing would be trained. Is all "
+            "of the model frozen, or the forward pass inside torch.no_grad()? If that is meant for some "
+            'batches, pass --unused-parameters allow (unused_parameters="allow").'
+        )
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return ConfigError(
         f"no gradient for the parameters {shown}: the loss does not depend on them, so they would never be "

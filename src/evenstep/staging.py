@@ -7,7 +7,12 @@ before the step, and the model holds these until ``commit``. What the buffers ar
 * Normalisation layers: each lane normalises with its own batch, as each replica of DDP does, and the new
   running mean and variance are those of the lanes averaged with the lanes' shares of the samples, added in
   tree order. With one lane these are the bits of plain PyTorch.
-* Any other buffer that changed: that of the last lane, since nobody but its layer knows how to average it.
+* Any other buffer that changed: that of the last lane, since nobody but its layer knows how to average it. So
+  it is with the statistics of a layer that was in evaluation mode when the step began, but changed them.
+
+A change is seen by the buffer's version, which torch counts. What is written through ``buffer.data`` is not
+counted, and seen by value only, which is looked at in the first steps; a buffer in which that has been seen
+is from then on taken for changed in every lane.
 
 A step of one model may run another model of the same training, too (a GAN's discriminator). The other one's
 buffers are put back after each lane and not committed: a step changes the state of its own model alone.
@@ -24,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from evenstep.globalnorm import GlobalBatchNorm
+from evenstep.parameters import NUM_COMPARED_STEPS
 
 _AVERAGED = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -33,12 +39,13 @@ class Staging:
 
     def __init__(self, model: nn.Module) -> None:
         self._norms = [m for m in model.modules() if _is_averaged(m) and m.running_mean is not None]
-        self._others = [
-            (module, name)
-            for module in model.modules()
-            for name in module._buffers
-            if not (_is_averaged(module) and name in _AVERAGED)
-        ]
+        self._buffers = [(module, name) for module in model.modules() for name in module._buffers]
+        # Which buffers are not averaged: all but the statistics of the layers that are in training mode.
+        self._others: list[int] = []
+        self._in_training: list[bool] | None = None
+        self._hidden: set[int] = set()
+        self._num_told = 0
+        self._num_steps = 0
         self._floats: list[Tensor] = []
         self._counts: list[Tensor] = []
         self._old_floats: list[Tensor] = []
@@ -46,7 +53,7 @@ class Staging:
         self._versions: list[int] = []
         # What each other buffer was before the step: itself, a copy, and its version at the copy.
         self._old_others: list[tuple[Tensor | None, Tensor | None, int]] = [(None, None, -1)] * len(
-            self._others
+            self._buffers
         )
         self._new_others: dict[int, Tensor | None] = {}
         self._in_step = False
@@ -54,6 +61,15 @@ class Staging:
     def begin(self) -> int:
         """Remember the buffers before the step; return how many numbers a lane will give."""
         self._in_step = False
+        self._num_steps += 1
+        in_training = [module.training for module in self._norms]
+        if in_training != self._in_training:
+            self._in_training = in_training
+            self._others = [
+                number
+                for number, (module, name) in enumerate(self._buffers)
+                if not (name in _AVERAGED and _is_averaged(module) and _is_active(module))
+            ]
         active = [module for module in self._norms if module.training]
         self._floats = [b for m in active for b in (m.running_mean, m.running_var) if b is not None]
         self._counts = [m.num_batches_tracked for m in active if m.num_batches_tracked is not None]
@@ -61,10 +77,9 @@ class Staging:
         self._old_counts = [count.clone() for count in self._counts]
         self._versions = [buffer._version for buffer in (*self._floats, *self._counts)]
         self._new_others = {}
-        for number, now in enumerate(self._now()):
-            buffer, _, version = self._old_others[number]
+        for number, now in self._now():
             # A mask or a table never changes, and is copied once and not in every step.
-            if now is not buffer or (now is not None and now._version != version):
+            if self._is_changed(number, now):
                 self._old_others[number] = _remembered(now)
         self._in_step = True
         return sum(buffer.numel() for buffer in self._floats) + len(self._counts)
@@ -90,10 +105,20 @@ class Staging:
         """Keep the other buffers that the last lane's forward pass changed, and return how many they are."""
         self._new_others = {
             number: None if now is None else now.detach().clone()
-            for number, now in enumerate(self._now())
+            for number, now in self._now()
             if self._is_changed(number, now)
         }
         return len(self._new_others)
+
+    @property
+    def newly_hidden(self) -> set[int]:
+        """The buffers in which this rank has seen changes that have no version, if others may not know."""
+        return self._hidden if len(self._hidden) > self._num_told else set()
+
+    def hide(self, numbers: set[int]) -> None:
+        """Take these buffers for changed in every lane; every rank has to have the same ones."""
+        self._hidden = set(numbers)
+        self._num_told = len(self._hidden)
 
     def rollback(self) -> None:
         """Put the buffers back to what they were before the step."""
@@ -101,11 +126,13 @@ class Staging:
             for now, old in ((self._floats, self._old_floats), (self._counts, self._old_counts)):
                 if now:
                     torch._foreach_copy_(now, old)
-            for number, ((module, name), present) in enumerate(zip(self._others, self._now(), strict=True)):
+            for number, present in self._now():
                 if not self._is_changed(number, present):
                     continue
+                module, name = self._buffers[number]
                 buffer, copy, version = self._old_others[number]
-                if buffer is not None and copy is not None and buffer._version != version:
+                is_written = buffer is not None and (buffer._version != version or number in self._hidden)
+                if is_written and buffer is not None and copy is not None:
                     buffer.copy_(copy)
                 module._buffers[name] = buffer
                 self._old_others[number] = (buffer, copy, -1 if buffer is None else buffer._version)
@@ -124,9 +151,9 @@ class Staging:
 
         For lanes that cannot be told apart by their order, and so must not change any.
         """
-        for number, now in enumerate(self._now()):
+        for number, now in self._now():
             if self._is_changed(number, now):
-                module, name = self._others[number]
+                module, name = self._buffers[number]
                 return f"the buffer {name!r} of a {type(module).__name__}"
         changed = [
             buffer._version != version
@@ -145,7 +172,7 @@ class Staging:
                 # A mean over lanes; a layer that only some of them used has been used, too.
                 count.add_(math.ceil(passes - 1e-6))
             for number, value in self._new_others.items():
-                module, name = self._others[number]
+                module, name = self._buffers[number]
                 old = module._buffers[name]
                 if old is None or value is None or old.shape != value.shape or old.dtype != value.dtype:
                     module._buffers[name] = value
@@ -164,7 +191,7 @@ class Staging:
         """
         if not self._in_step:
             return {}
-        others = zip(self._now(), self._old_others, strict=True)
+        others = [(now, self._old_others[number]) for number, now in self._now()]
         pairs = [
             *zip(self._floats, self._old_floats, strict=True),
             *zip(self._counts, self._old_counts, strict=True),
@@ -172,12 +199,24 @@ class Staging:
         ]
         return {now.data_ptr(): old for now, old in pairs if now.numel()}
 
-    def _now(self) -> Iterator[Tensor | None]:
-        return (module._buffers.get(name) for module, name in self._others)
+    def _now(self) -> Iterator[tuple[int, Tensor | None]]:
+        for number in self._others:
+            module, name = self._buffers[number]
+            yield number, module._buffers.get(name)
 
     def _is_changed(self, number: int, now: Tensor | None) -> bool:
-        buffer, _, version = self._old_others[number]
-        return now is not buffer or (now is not None and now._version != version)
+        buffer, copy, version = self._old_others[number]
+        if now is not buffer or (now is not None and now._version != version) or number in self._hidden:
+            return True
+        if now is None or copy is None or self._num_steps > NUM_COMPARED_STEPS or torch.equal(now, copy):
+            return False
+        self._hidden.add(number)
+        return True
+
+
+def _is_active(module: _NormBase) -> bool:
+    """Whether a layer's statistics are averaged: those of a layer in evaluation mode are not to change."""
+    return module.training or module.running_mean is None
 
 
 def _is_averaged(module: nn.Module) -> TypeGuard[_NormBase]:
