@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import evenstep
 from evenstep import cli
 from evenstep.bench.chart import chart
 from evenstep.bench.command import parse
@@ -19,7 +20,8 @@ from evenstep.bench.measure import PARTS, Laps, Measured, _digest
 from evenstep.bench.peak import Peak, flops_of, rate
 from evenstep.bench.plan import rows
 from evenstep.bench.results import Report, RowResult, table
-from evenstep.bench.runs import _row_result, check_same_samples
+from evenstep.bench.runs import Bench, _launch_options, _row_result, check_same_samples
+from evenstep.config import TrainConfig
 from evenstep.errors import ConfigError, EvenstepError
 
 CPU = torch.device("cpu")
@@ -290,6 +292,22 @@ def test_the_command_measures_all_rows_on_the_same_samples(tmp_path, capsys, mon
         assert (row["shares"]["wait"] > 0) == (row["processes"] > 1)
     assert found["flops_per_image"] > 1e5
     assert {"steps": 5, "dropped_steps": 2, "rounds": 1, "batch_size": 6}.items() <= found.items()
+
+
+def test_a_measured_step_does_what_recovery_needs_and_nothing_is_started_again():
+    def main(world):
+        model = torch.nn.Linear(64, 10)
+        state = evenstep.TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        data = [(torch.ones(64), 0)] * 8
+        for batch in evenstep.Loader(data, batch_size=4).batches(state, steps=2):
+            evenstep.train_step(state, batch, evenstep.cross_entropy())
+        return world.recovery.pulse.step, world.recovery.has_states
+
+    bench = Bench(rows=rows(1, 1, None, 0), config=TrainConfig(), options={}, steps=2, drop=1, rounds=1)
+    row = next(row for row in bench.rows if row.kind == "evenstep")
+    options = _launch_options(bench, row)
+    assert options["max_restarts"] == 0
+    assert evenstep.launch(main, device="cpu", **options) == [(2, True)]
 
 
 def test_a_row_takes_the_medians_and_the_best_peak_of_its_rounds():

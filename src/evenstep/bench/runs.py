@@ -118,6 +118,8 @@ def _launch_options(bench: Bench, row: Row) -> dict[str, Any]:
         "lanes": row.lanes,
         "threads": row.threads,
         "mode": row.mode,
+        # A row whose worker dies has no speed. What a step does for recovery does not depend on this: each
+        # committed step is noted in shared memory, with the record of its batch, as in evenstep train.
         "max_restarts": 0,
         "all_values": True,
     }
