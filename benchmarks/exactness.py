@@ -49,7 +49,8 @@ def by_hand(world, make, batch_size):
     model = make()
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    at = TrainState(nn.Linear(1, 1), torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1), world=world)
+    other = nn.Linear(1, 1)
+    at = TrainState(other, torch.optim.SGD(other.parameters(), lr=1), world=world)
     batches = Loader(images(batch_size * 4), batch_size, world=world).batches(at)
 
     def step():
