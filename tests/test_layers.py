@@ -79,7 +79,7 @@ LAYERS = {
         "loop",
     ],
     "the run": [
-        *("agent", "rendezvous", "program", "stopping"),
+        *("agent", "alone", "course", "mainmodule", "rendezvous", "verdict", "program", "stopping"),
         *(
             "jobs",
             "launcher",

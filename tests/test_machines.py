@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from evenstep import agent, checkpoint, failure, machines, rendezvous, rescue, snapshot, worker, world
+from evenstep import checkpoint, failure, machines, rendezvous, rescue, snapshot, verdict, worker, world
 from evenstep.errors import CheckpointError, ConfigError, MachineError, StoppedError, WorkerError
 from evenstep.flat import from_flat
 from evenstep.launcher import launch
@@ -182,17 +182,16 @@ def test_a_main_that_has_returned_waits_for_those_of_other_machines():
 def told(first, meeting, killed=False):
     """What a run says of its first failure, with what the meeting of the machines knows."""
     peers = {1: types.SimpleNamespace(killed=killed)}
-    run = types.SimpleNamespace(
-        _meeting=meeting,
-        _stopped=False,
-        _plan=types.SimpleNamespace(grace_s=0.0),
-        server=types.SimpleNamespace(peers=peers),
+    plan = types.SimpleNamespace(grace_s=0.0)
+    judging = types.SimpleNamespace(
+        _course=types.SimpleNamespace(meeting=meeting, stopped=False, plan=plan),
+        _server=types.SimpleNamespace(peers=peers),
     )
-    return agent.Run._failure_elsewhere(run, first)
+    return verdict.Verdict._failure_elsewhere(judging, first)
 
 
 def test_the_failure_of_another_machine_is_told_where_ours_only_follows_from_it(monkeypatch):
-    monkeypatch.setattr(agent, "_WORD_S", 0.1)
+    monkeypatch.setattr(verdict, "_WORD_S", 0.1)
     lost = failure.record(RuntimeError("Connection closed by peer"), 1)
     own = failure.record(ValueError("ours"), 1)
     word = WorkerError("the run has failed on 10.0.0.2: rank 3 was killed by SIGKILL")
@@ -212,7 +211,7 @@ def test_the_failure_of_another_machine_is_told_where_ours_only_follows_from_it(
 
 
 def test_a_stop_that_was_asked_for_on_another_machine_is_no_failure_of_it(monkeypatch):
-    monkeypatch.setattr(agent, "_WORD_S", 0.1)
+    monkeypatch.setattr(verdict, "_WORD_S", 0.1)
     word = WorkerError("the run has failed on 10.0.0.2: asked to stop")
     speaks = types.SimpleNamespace(failure_elsewhere=lambda: word, lost_machine=None)
     stopped = failure.record(StoppedError("asked to stop: all ranks stopped after step 4"), 1)
