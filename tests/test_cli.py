@@ -95,7 +95,7 @@ def test_no_command_is_a_usage_error(capsys):
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [
-        (["trian"], 2, "unknown command 'trian'. Did you mean 'train'? Choose one of init, train, eval"),
+        (["trian"], 2, "unknown command 'trian'. Did you mean 'train'? Choose one of init, train, run, eval"),
         (["config"], 2, "evenstep config needs the word show, and got nothing"),
         (["config", "shw"], 2, "evenstep config needs the word show, and got 'shw'"),
         (["config", "show", "--sed", "1"], 2, "unknown flag --sed. Did you mean '--seed'?"),
