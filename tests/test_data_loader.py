@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
+from evenstep import seeding
 from evenstep.data import fetch, loader
 from evenstep.data.augment import Augment, augment, to_tensor
 from evenstep.data.cache import ImageArrays
@@ -175,10 +176,9 @@ def test_a_stream_or_items_resume_inside_an_epoch(make, workers):
 
 
 @pytest.mark.parametrize("make", [RandomItems, RandomStream])
-def test_the_random_states_of_the_process_are_left_alone(make):
-    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+def test_reading_leaves_the_random_states_of_the_loops_last_step(make):
+    seeding.seed_loop(0, 2, "cpu")
     expected = (random.random(), np.random.rand(), torch.rand(()))
-    random.seed(1), np.random.seed(1), torch.manual_seed(1)
     for workers in (0, 1):
         read(make(5), 2, World(), epochs=1, workers=workers)
         list(eval_chunks(make(5), chunk_size=2, world=World(), workers=workers))

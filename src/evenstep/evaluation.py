@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from evenstep.data.chunks import eval_chunks
+from evenstep.data.same import check_equal
 from evenstep.errors import ConfigError
 from evenstep.heartbeat import Activity, Beat, Phase, now
 from evenstep.metrics import kind_of, naming
@@ -70,7 +71,7 @@ def evaluate(
         One mean a name, and ``samples``: how many samples were evaluated. The same on every rank.
 
     Raises:
-        ConfigError: a metric has the wrong shape or type.
+        ConfigError: a metric has the wrong shape or type, or the ranks do not read the same data.
         DataError: the data set is empty.
     """
     world = world or current()
@@ -79,9 +80,12 @@ def evaluate(
     was_training = {module: module.training for module in model.modules()}
     model.eval()
     own: list[tuple[int, int, dict[str, tuple[float, float]]]] = []
+    found: list[str] = []
     try:
         with doing(world, Phase.EVALUATING), preserved_rng(device), torch.no_grad(), context():
-            for chunk, size, data in eval_chunks(dataset, chunk_size=num, world=world, **loading):
+            for chunk, size, data in eval_chunks(
+                dataset, chunk_size=num, world=world, found=found, **loading
+            ):
                 now(world, Activity.EVALUATE)
                 seed_chunk(world.seed, chunk, device)
                 with naming(functools.partial(_test_sample, chunk * num)):
@@ -93,9 +97,11 @@ def evaluate(
     everybody: list[Any] = [own]
     if world.world_size > 1:
         _meet(world)
-        everybody = [None] * world.world_size
-        dist.all_gather_object(everybody, own)
+        both: list[Any] = [None] * world.world_size
+        dist.all_gather_object(both, (own, ", ".join(found)))
         now(world, Activity.USER)
+        check_equal(dataset, [data for _, data in both])
+        everybody = [part for part, _ in both]
     return _means(sorted((part for rank in everybody for part in rank), key=lambda part: part[0]))
 
 

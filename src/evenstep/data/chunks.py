@@ -21,6 +21,7 @@ from evenstep.data.fetch import (
     read_stream,
 )
 from evenstep.data.resident import resident
+from evenstep.data.same import described
 from evenstep.errors import ConfigError
 from evenstep.world import World, share
 
@@ -34,6 +35,7 @@ def eval_chunks(
     normalize: Normalize | None = None,
     collate_fn: Collate | None = None,
     memory_format: MemoryFormat | None = None,
+    found: list[str] | None = None,
 ) -> Iterator[tuple[int, int, Any]]:
     """Yield this process's chunks of a dataset as (chunk, size, data), in order, each sample once.
 
@@ -50,6 +52,7 @@ def eval_chunks(
         normalize: (mean, std), for ImageArrays only.
         collate_fn: as for :class:`Loader`.
         memory_format: as for :class:`Loader`.
+        found: what tells the data apart is put into this list; it must be the same on all ranks.
 
     Raises:
         ConfigError: an argument cannot be, or does not fit this kind of dataset.
@@ -61,7 +64,9 @@ def eval_chunks(
     size = checked_size(dataset)
     check_image_options(dataset, augment=None, normalize=normalize)
     if size is None:
-        return _stream_chunks(dataset, chunk_size, world, reading)
+        return _stream_chunks(dataset, chunk_size, world, reading, found)
+    if found is not None:
+        found.append(described(dataset))
     chunks = (
         Part(chunk, len(rows), tuple(rows))
         for chunk in share(world.rank, world.world_size, -(-size // chunk_size))
@@ -85,10 +90,16 @@ def _sized_chunks(
 
 
 def _stream_chunks(
-    dataset: Any, chunk_size: int, world: World, reading: Reading
+    dataset: Any, chunk_size: int, world: World, reading: Reading, found: list[str] | None
 ) -> Iterator[tuple[int, int, Any]]:
     split = functools.partial(_stream_chunk, world=world, chunk_size=chunk_size)
+    size = 0
     for answer in read_stream(Stream(dataset, chunk_size, split, reading, epochs=1), reading):
+        size += answer.size
+        if found is not None and answer.found:
+            found.append(answer.found)
+        if found is not None and answer.last:
+            found.append(f"{size} samples")
         for part, data in zip(answer.parts, answer.data, strict=True):
             yield part.number, part.size, data
 

@@ -29,6 +29,7 @@ from evenstep.data.augment import Augment, augment, to_tensor
 from evenstep.data.batch import MemoryFormat, laid_out
 from evenstep.data.cache import ImageArrays
 from evenstep.data.resident import Resident, gather, to_floats
+from evenstep.data.same import content_digest
 from evenstep.errors import ConfigError, DataError
 
 _LINGER_S = 10.0
@@ -74,6 +75,7 @@ class Answer(NamedTuple):
         last: whether the epoch ends here.
         parts: the parts of this process.
         data: one collated value per part.
+        found: of the first batch that is read, what tells the stream apart (:func:`content_digest`), else "".
     """
 
     epoch: int
@@ -82,6 +84,7 @@ class Answer(NamedTuple):
     last: bool
     parts: Sequence[Part]
     data: list[Any]
+    found: str
 
 
 @dataclass(frozen=True)
@@ -317,7 +320,8 @@ class Stream(IterableDataset[Answer]):
             batch = pending + list(take(items, self.batch_size - 1))
             pending = list(take(items, 1))
             if number >= skip:
-                yield self._answer(epoch, number, batch, last=not pending)
+                found = content_digest(batch) if epoch == self.epoch and number == skip else ""
+                yield self._answer(epoch, number, batch, last=not pending, found=found)
             number += 1
         if number == 0:
             raise DataError(
@@ -345,11 +349,11 @@ class Stream(IterableDataset[Answer]):
             yield item
             number += 1
 
-    def _answer(self, epoch: int, number: int, batch: list[Any], *, last: bool) -> Answer:
+    def _answer(self, epoch: int, number: int, batch: list[Any], *, last: bool, found: str) -> Answer:
         first = number * self.batch_size
         parts = self.split(number, len(batch))
         data = [self.reading.collate([batch[i - first] for i in part.indices]) for part in parts]
-        return Answer(epoch, number, len(batch), last, parts, data)
+        return Answer(epoch, number, len(batch), last, parts, data, found)
 
 
 def take(items: Iterator[Any], n: int) -> Iterator[Any]:

@@ -30,6 +30,7 @@ from evenstep.data.fetch import (
     read_stream,
 )
 from evenstep.data.resident import resident
+from evenstep.data.same import check_same_data, described
 from evenstep.data.shards import ShardedStream, has_shards, sharded_epoch
 from evenstep.errors import ConfigError
 from evenstep.heartbeat import Activity, now
@@ -122,6 +123,8 @@ class Loader:
         self.augment, self.normalize = augment, normalize
         self.reading = reading_of(dataset, self.world, self.seed, workers, collate_fn, memory_format)
         self._open: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._is_shared = False
+        self._is_same = False
         check_batch_size(batch_size, self.world.lanes)
         self.num_samples = checked_size(dataset)
         check_image_options(dataset, augment=augment, normalize=normalize)
@@ -144,9 +147,13 @@ class Loader:
             steps: the step to stop at; None for no such stop.
 
         Raises:
-            ConfigError: the position is outside the epoch: another data set or batch size.
+            ConfigError: the position is outside the epoch: another data set or batch size; or the ranks do
+                not read the same data, which is looked at with the first batch for a TrainState. Taking that
+                one is collective.
         """
         self.world.observer.reading(self)
+        # Who only looks at some batches, with a position of his own, may do that on one rank.
+        self._is_shared = hasattr(position, "start")
         # A TrainState says itself where to begin: after a restart with the batch in hand.
         position = getattr(position, "start", position)
         step, epoch, epoch_step = position.step, position.epoch, position.epoch_step
@@ -169,6 +176,12 @@ class Loader:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _check_same(self, found: str) -> None:
+        """Check once, where a TrainState trains, that all ranks read the same data. Collective then."""
+        if self._is_shared and not self._is_same:
+            check_same_data(self.dataset, found, self.world)
+            self._is_same = True
 
     def _check_position(self, epoch: int, epoch_step: int) -> None:
         if self.steps_per_epoch is not None and epoch_step > self.steps_per_epoch:
@@ -198,6 +211,7 @@ class Loader:
     def _sized_batches(
         self, step: int, epoch: int, epoch_step: int, epochs: int | None, steps: int | None
     ) -> Iterator[Batch]:
+        self._check_same(described(self.dataset))
         # Two walks over the same plan: the requests run ahead of the batches by what the workers prefetch.
         num_steps = None if steps is None else max(0, steps - step)
         requests = (
@@ -251,6 +265,8 @@ class Loader:
         answers: Any = read_stream(stream, self.reading)
         try:
             for answer in answers:
+                if answer.found:
+                    self._check_same(answer.found)
                 lanes = _lane_batches(answer.parts, answer.data)
                 yield Batch(step, answer.epoch, answer.epoch_step, answer.size, answer.last, lanes)
                 step += 1

@@ -1,0 +1,121 @@
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import Dataset, IterableDataset
+
+from evenstep import Loader, TrainState, evaluate, train_step
+from evenstep.data.cache import ImageArrays
+from evenstep.data.same import content_digest, described
+from evenstep.errors import ConfigError
+from evenstep.testing import run_ranks
+
+
+class Stream(IterableDataset):
+    """64 numbers; with ``cut`` it takes its own part by rank, as a stream for plain DDP does."""
+
+    def __init__(self, world, cut):
+        self.first, self.step = (world.rank, world.world_size) if cut else (0, 1)
+
+    def __iter__(self):
+        for number in range(self.first, 64, self.step):
+            yield torch.tensor([float(number)])
+
+
+class Items(Dataset):
+    def __init__(self, n):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index)])
+
+
+def mean(model, batch):
+    return model(batch).square().mean()
+
+
+def value(model, batch):
+    return {"value": batch[:, 0]}
+
+
+def train(world, dataset, workers=0):
+    model = torch.nn.Linear(1, 1)
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=1e-6))
+    with Loader(dataset, 16, workers=workers) as loader:
+        return [train_step(state, batch, mean).step for batch in loader.batches(state, epochs=1)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_that_takes_its_part_by_rank_is_refused(workers):
+    def job(world, what, cut):
+        if what == "train":
+            return train(world, Stream(world, cut), workers)
+        return evaluate(torch.nn.Linear(1, 1), Stream(world, cut), value, chunk_size=8, workers=workers)
+
+    for what in ("train", "evaluate"):
+        with pytest.raises(
+            ConfigError, match=r"Stream\) has other samples on rank 1 than.*shard\(index, count\)"
+        ):
+            run_ranks(job, 2, what, True)
+    assert run_ranks(job, 2, "train", False) == [[0, 1, 2, 3]] * 2
+    assert run_ranks(job, 2, "evaluate", False) == [{"value": 31.5, "samples": 64}] * 2
+
+
+def test_a_dataset_of_another_size_on_one_rank_is_refused():
+    def job(world, what):
+        dataset = Items(64 - 16 * world.rank)
+        return train(world, dataset) if what == "train" else evaluate(torch.nn.Identity(), dataset, value)
+
+    for what in ("train", "evaluate"):
+        with pytest.raises(ConfigError, match=r"Items\) has 64 samples on rank 0 and 48 samples on rank 1"):
+            run_ranks(job, 2, what)
+
+
+def test_one_rank_may_look_at_batches_alone():
+    def job(world):
+        class Start:
+            step = epoch = epoch_step = 0
+
+        with Loader(Items(64), 16) as loader:
+            return next(iter(loader.batches(Start()))).size if world.is_first else 0
+
+    assert run_ranks(job, 2) == [16, 0]
+
+
+ITEMS = [
+    torch.tensor([1, 2]),
+    torch.tensor([1.0, 2.0]),
+    torch.tensor([[1.0, 2.0]]),
+    torch.tensor(1.0, dtype=torch.bfloat16),
+    np.array([1, 2]),
+    np.float32(1),
+    (1, 2),
+    ((1,), 2),
+    {"a": 1},
+    {"a": 2},
+    "a",
+    b"a",
+    None,
+    1.5,
+    Image.new("L", (2, 2), 1),
+    Image.new("L", (2, 2), 2),
+    object(),
+]
+
+
+def test_digests_tell_items_apart_and_equal_ones_not():
+    assert len({content_digest([item]) for item in ITEMS}) == len(ITEMS)
+    assert content_digest(ITEMS) == content_digest(ITEMS[:8] + ITEMS[:3])
+    assert content_digest([object()]) == content_digest([object()])
+
+
+def test_what_tells_images_apart():
+    images = np.zeros((3, 2, 2, 3), np.uint8)
+    assert (
+        described(ImageArrays(images, np.zeros(3, int), fingerprint="ab" * 32))
+        == "3 samples (sha256 abababababababab)"
+    )
+    assert described(ImageArrays(images, np.zeros(3, int))) == "3 samples"
