@@ -20,7 +20,7 @@ PATHS = [path for path in sorted(SOURCE.rglob("*.py")) if path.parent.name != "s
 MODULES = {name_of(path): path for path in PATHS}
 
 LAYERS = {
-    "values": ["errors", "recipes", "config", "flat", "schedulers", "world", "machines"],
+    "values": ["errors", "recipes", "config", "flat", "schedulers", "together", "world", "machines"],
     "ground": [
         "files",
         "owners",
@@ -56,6 +56,7 @@ LAYERS = {
             "writing",
             "checkpoint",
             "saving",
+            "several",
             "export",
             "snapshot",
             "rescue",

@@ -112,20 +112,14 @@ def save_for_more_lanes(state: TrainState) -> None:
     with contextlib.suppress(MachineError):  # it has been logged; what counts is the save below
         state.finish_saving()
     world, run_dir = state.world, Path(str(state.world.run_dir))
-    note = {"step": state.step, "lanes": 2 * world.lanes, "threads": world.threads}
+    values = state.checkpoint_values(cut_off=True)  # another state may have done its step with the batch
+    note = {"step": values["step"], "lanes": 2 * world.lanes, "threads": world.threads}
     if state.device.type == "cuda":
         torch.cuda.empty_cache()
     with FileLock(run_dir / ".oom.lock"):
         if _note(run_dir) == note:
             return
-        checkpoint.save(
-            run_dir,
-            step=state.step,
-            model=state.model.state_dict(),
-            training=state.training_state(),
-            meta=state.manifest_meta(),
-            keep=_KEEP_ALL,
-        )
+        checkpoint.save(run_dir, **values, keep=_KEEP_ALL)
         (run_dir / NOTE).write_text(json.dumps(note), encoding="utf8")
 
 

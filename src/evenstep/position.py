@@ -3,22 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from evenstep.data.batch import Batch
+from evenstep.together import Together
 
 
 @dataclass(frozen=True)
 class Position:
-    """A place in the training data: a step, and where in its epoch it is."""
+    """A place in the training data: a batch.
+
+    Attributes:
+        step: how many batches come before it, over all epochs.
+        epoch: its epoch.
+        epoch_step: how many batches of the epoch come before it.
+    """
 
     step: int
     epoch: int
     epoch_step: int
+
+    @classmethod
+    def of(cls, batch: Batch) -> Position:
+        """Return the place of a batch."""
+        return cls(batch.step, batch.epoch, batch.epoch_step)
+
+    @classmethod
+    def after(cls, batch: Batch) -> Position:
+        """Return the place of the batch that follows."""
+        if batch.last_in_epoch:
+            return cls(batch.step + 1, batch.epoch + 1, 0)
+        return cls(batch.step + 1, batch.epoch, batch.epoch_step + 1)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a step gave, see ``evenstep.step.StepResult``."""
+
+    loss: Tensor
+    lr: float
+    grad_norm: float | None
 
 
 @dataclass(frozen=True)
@@ -26,43 +54,66 @@ class LastBatch:
     """What came of the last batch.
 
     Attributes:
-        step, epoch, epoch_step: the batch.
-        count: how many steps were done with it.
-        loss, lr, grad_norm: what the last of them gave, see ``evenstep.step.StepResult``.
+        place: the batch.
+        results: what each of the steps that were done with it gave.
     """
 
-    step: int
-    epoch: int
-    epoch_step: int
-    count: int
-    loss: Tensor
-    lr: float
-    grad_norm: float | None
+    place: Position
+    results: list[Result]
 
     def values(self) -> dict[str, Any]:
         """Return it as plain values."""
-        return {**vars(self), "loss": float(self.loss)}
+        results = [(float(done.loss), done.lr, done.grad_norm) for done in self.results]
+        return {**asdict(self.place), "results": results}
 
     @classmethod
     def of(cls, values: Mapping[str, Any], device: torch.device) -> LastBatch:
         """Return what ``values`` were made from."""
-        return cls(**{**values, "loss": torch.tensor(values["loss"], dtype=torch.float64, device=device)})
+        results = [
+            Result(torch.tensor(loss, dtype=torch.float64, device=device), lr, grad_norm)
+            for loss, lr, grad_norm in values["results"]
+        ]
+        return cls(_place(values), results)
+
+
+@dataclass(frozen=True)
+class _Hand:
+    """A batch that a loop has got.
+
+    Attributes:
+        place: the batch.
+        after: the one that follows.
+        turns: the number of steps that had been done when it was handed out.
+    """
+
+    place: Position
+    after: Position
+    turns: int
 
 
 class Progress:
     """Where a run stands: the part of a TrainState that counts.
 
+    Args:
+        device: where losses are.
+        together: the TrainStates of this process.
+
     Attributes:
         step: committed optimizer steps.
-        epoch: finished epochs.
-        epoch_step: committed steps since the last finished epoch.
+        number: the number of this TrainState among those of the process; None until it has been made.
+        is_dropped: whether main needs it no longer.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, together: Together) -> None:
         self.device = device
         self.step = 0
-        self.epoch = 0
-        self.epoch_step = 0
+        self.number: int | None = None
+        self.is_dropped = False
+        self._together = together
+        # The next batch by the steps of this state, and the batch that the loop over it has: both in one, as
+        # another thread may save them at any time.
+        self._place: tuple[Position, _Hand | None] = (Position(0, 0, 0), None)
+        self._start: Position | None = None
         self._last: LastBatch | None = None
         self._replay: LastBatch | None = None
         self._replayed = 0
@@ -70,19 +121,55 @@ class Progress:
         self._loss_samples = 0
 
     @property
+    def epoch(self) -> int:
+        """Finished epochs."""
+        return self._place[0].epoch
+
+    @property
+    def epoch_step(self) -> int:
+        """Batches since the last finished epoch with which steps were done."""
+        return self._place[0].epoch_step
+
+    @property
     def start(self) -> Position:
-        """The batch to begin with: the next one, or once more the last one.
+        """The batch to begin with: the next one, or once more the one that the loop had.
 
         What a loop does after a step with the same batch (evaluate, save, report, another model's step) may
-        be undone when a process dies or the run is stopped. So the last batch is handed out again then; its
-        step is not done twice, see ``replayed``.
+        be undone when a process dies or the run is stopped. So that batch is handed out again then; steps
+        that were done with it are not done twice, see ``replayed``.
         """
-        if self._replay is not None:
-            return Position(self._replay.step, self._replay.epoch, self._replay.epoch_step)
-        return Position(self.step, self.epoch, self.epoch_step)
+        return self._place[0] if self._start is None else self._start
 
-    def replayed(self, batch: Batch) -> LastBatch | None:
-        """Return what came of the step with this batch, if it was committed before a restart.
+    @property
+    def has_batch(self) -> bool:
+        """Whether a loop over this state's batches has one, and has not asked for the next yet."""
+        return self._place[1] is not None
+
+    def handed_out(self, batch: Batch) -> None:
+        """The loop over this state's batches has got one."""
+        self._start = None
+        hand = _Hand(Position.of(batch), Position.after(batch), self._together.num_turns)
+        self._place = (self._place[0], hand)
+
+    def body_over(self, step: int) -> None:
+        """The loop has done all with a batch, if it is the one with this number."""
+        hand = self._place[1]
+        if hand is not None and hand.place.step == step:
+            self._place = (self._next(), None)
+
+    def _next(self) -> Position:
+        """Return the batch that follows the one in hand; not if nobody has done a step with that."""
+        place, hand = self._place
+        if hand is None or hand.after.step <= place.step or not self._is_used(hand):
+            return place
+        return hand.after
+
+    def _is_used(self, hand: _Hand) -> bool:
+        """Whether a step has been done since a batch was handed out; a loop may only look at batches."""
+        return self._together.num_turns > hand.turns
+
+    def replayed(self, batch: Batch) -> Result | None:
+        """Return what came of a step with this batch, if it was committed before a restart.
 
         Returns:
             None if the step is to be done.
@@ -90,9 +177,10 @@ class Progress:
         last = self._replay
         if last is None:
             return None
-        if batch.step == last.step and self._replayed < last.count:
+        if batch.step == last.place.step and self._replayed < len(last.results):
             self._replayed += 1
-            return last
+            self._together.took_turn(batch)
+            return last.results[self._replayed - 1]
         self._replay = None
         return None
 
@@ -100,6 +188,10 @@ class Progress:
     def train_loss(self) -> float | None:
         """The mean training loss over the samples of the current epoch, or of the one just finished."""
         return float(self._loss_sum) / self._loss_samples if self._loss_samples else None
+
+    def is_first_on(self, batch: Batch) -> bool:
+        """Whether this state has done no step with a batch yet."""
+        return self._last is None or self._last.place.step != batch.step
 
     def count_step(self, batch: Batch, loss: Tensor, lr: float, grad_norm: float | None) -> None:
         """Count a committed step.
@@ -110,30 +202,43 @@ class Progress:
             lr: the learning rate of the first group.
             grad_norm: the gradient's norm, if it is clipped.
         """
-        if self.epoch_step == 0:
+        last = self._last
+        if self.epoch_step == 0 if last is None else last.place.epoch != batch.epoch:
             self._loss_sum, self._loss_samples = torch.zeros_like(loss), 0
         self._loss_sum = self._loss_sum + loss * batch.size
         self._loss_samples += batch.size
-        self.step += 1
-        if batch.last_in_epoch:
-            self.epoch, self.epoch_step = self.epoch + 1, 0
+        result = Result(loss, lr, grad_norm)
+        if last is None or self.is_first_on(batch):
+            self._last = LastBatch(Position.of(batch), [result])
         else:
-            self.epoch_step += 1
-        count = 1 if self._last is None or self._last.step != batch.step else self._last.count + 1
-        self._last = LastBatch(batch.step, batch.epoch, batch.epoch_step, count, loss, lr, grad_norm)
+            last.results.append(result)
+        self.step += 1
+        if self.number is not None:
+            self._together.count(self.number, self.step)
+        self._place = (Position.after(batch), self._place[1])
+        self._together.took_turn(batch)
 
     def progress_values(self, *, cut_off: bool) -> dict[str, Any]:
-        """Return ``last`` and ``position`` as plain values.
+        """Return where the run stands as plain values.
 
         Args:
             cut_off: whether the loop had not done all with the last batch; it gets that once more then.
         """
+        place, hand = self._place
+        again = None
+        if not cut_off:
+            place = self._next()
+        elif hand is not None and hand.after.step >= place.step:
+            ahead = hand.place.step > place.step
+            again = asdict(hand.place) if not ahead or self._is_used(hand) else None
         return {
             "last": self._last.values() if cut_off and self._last is not None else None,
+            "again": again,
             "position": {
                 "step": self.step,
-                "epoch": self.epoch,
-                "epoch_step": self.epoch_step,
+                "batch": place.step,
+                "epoch": place.epoch,
+                "epoch_step": place.epoch_step,
                 "loss_sum": float(self._loss_sum),
                 "loss_samples": self._loss_samples,
             },
@@ -146,8 +251,21 @@ class Progress:
             KeyError: a value is missing.
         """
         position = values["position"]
-        self.step, self.epoch, self.epoch_step = (position[k] for k in ("step", "epoch", "epoch_step"))
+        self.step = position["step"]
+        if self.number is not None:
+            self._together.count(self.number, self.step)
+        at = Position(position.get("batch", self.step), position["epoch"], position["epoch_step"])
+        self._place = (at, None)
         self._loss_sum = torch.tensor(position["loss_sum"], dtype=torch.float64, device=self.device)
         self._loss_samples = position["loss_samples"]
-        last = values.get("last")
+        last, again = values.get("last"), values.get("again")
+        if last is not None and "results" not in last:  # as it was stored before a batch could have several
+            last = {**last, "results": [(last["loss"], last["lr"], last["grad_norm"])] * last["count"]}
+            again = last
         self._last = self._replay = None if last is None else LastBatch.of(last, self.device)
+        self._replayed = 0
+        self._start = None if again is None else _place(again)
+
+
+def _place(values: Mapping[str, Any]) -> Position:
+    return Position(values["step"], values["epoch"], values["epoch_step"])

@@ -37,6 +37,8 @@ from evenstep.world import World
 
 _LOCK_PATIENCE_S = 10.0
 _WORD_S = 0.5
+_BODY_S = 1.0
+_LOOK_EVERY_S = 0.002
 _HISTORY = "recoveries.jsonl"
 
 
@@ -44,6 +46,10 @@ class Recoverable(Protocol):
     """A TrainState."""
 
     step: int
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether its loop is in its body."""
 
     def snapshot(self) -> dict[str, Any]:
         """Return ``model``, ``training``, ``meta`` and ``step`` between two commits; any thread may call."""
@@ -103,6 +109,7 @@ class Recovery:
         self._snapshot: snapshot.Snapshot | None = None
         self._checkpoint: Path | None = None
         self._leaving = threading.Event()
+        self._failed = threading.Event()
         self._stopping = threading.Event()
         self._leave_lock = threading.Lock()
         self.finish: Callable[[], None] = lambda: None
@@ -228,8 +235,10 @@ class Recovery:
 
         If another thread has begun to, wait: it ends the process when the state is saved.
         """
+        self._leaving.set()
+        if threading.current_thread() is not threading.main_thread():
+            self._wait_for_body()
         with self._leave_lock:
-            self._leaving.set()
             log.moment("leaving")
             if self._lock_to_save():
                 self._save_locked()  # the lock stays taken: what main committed from here on would be lost
@@ -237,6 +246,22 @@ class Recovery:
                 self.finish()
             log.moment("saved")
             end_process(sharedmem.LEFT_EXIT)
+
+    def _wait_for_body(self) -> None:
+        """Give the main thread a moment to end the loop's body, whose changes to extras are then saved whole.
+
+        It soon asks for the next batch, or waits for the process that has died, in a collective.
+        """
+        end = time.monotonic() + _BODY_S
+        while self._is_in_body() and time.monotonic() < end and not self._failed.wait(_LOOK_EVERY_S):
+            pass
+
+    def _is_in_body(self) -> bool:
+        states = [
+            self._states[number]() for number in range(len(self._states)) if number not in self._dropped
+        ]
+        has_batch = any(state is not None and state.has_batch for state in states)
+        return has_batch and self.pulse.activity == Activity.USER
 
     def leave_if_possible(self) -> None:
         """Leave if there is something to save; otherwise main may still end by itself.
@@ -252,6 +277,7 @@ class Recovery:
         For the main thread, whose collective has failed: what it would do on its way out (log, report) takes
         time from the cores on which the processes start again.
         """
+        self._failed.set()
         if self.has_something_to_save and self._leaving.wait(_WORD_S):
             self.leave()
 

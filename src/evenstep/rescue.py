@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from evenstep import checkpoint, snapshot
+from evenstep.several import joined
 
 _KEEP_ALL = 1_000_000
 
 
 def save_as_checkpoint(directories: Sequence[Path], run_dir: str | Path) -> tuple[int, Path] | None:
     """Write the newest snapshot as a checkpoint of the run.
-
-    A run with several TrainStates has a checkpoint of its first one only, as ``state.save`` of it gives.
 
     Args:
         directories: where the snapshots of this launch are.
@@ -27,17 +26,12 @@ def save_as_checkpoint(directories: Sequence[Path], run_dir: str | Path) -> tupl
         MachineError: it cannot be written.
     """
     newest, found = checkpoint.latest(run_dir), snapshot.newest(directories)
-    states = [] if found is None else [state for state in snapshot.read(found).states if state is not None]
-    if states and (newest is None or _step_of(newest) < states[0].step):
-        state = states[0]
-        newest = checkpoint.save(
-            run_dir,
-            step=state.step,
-            model=state.model,
-            training=state.training,
-            meta=state.meta,
-            keep=_KEEP_ALL,  # the run that goes on removes what is too much
-        )
+    if found is not None and (newest is None or _step_of(newest) < snapshot.total_of(found)):
+        parts = [None if state is None else vars(state) for state in snapshot.read(found).states]
+        if any(parts):
+            values = joined(parts, total=snapshot.total_of(found))
+            # The run that goes on removes what is too much.
+            newest = checkpoint.save(run_dir, **values, keep=_KEEP_ALL)
     return None if newest is None else (_step_of(newest), newest)
 
 

@@ -32,7 +32,7 @@ class Saved:
 
 
 class Saver:
-    """Writes the checkpoints of one TrainState, one at a time, in the order in which they were taken.
+    """Writes the checkpoints of a run, one at a time, in the order in which they were taken.
 
     A save that comes while the one before is still being written waits for it first. So there is never more
     than one copy of the state, and no checkpoint is left out.

@@ -23,6 +23,7 @@ STREAM_AUGMENT = 4
 STREAM_LOOP = 5
 STREAM_COMMIT = 6
 STREAM_CHUNK = 7
+STREAM_TURN = 8
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -97,6 +98,16 @@ def seed_all(seed: int, *, deterministic: bool) -> None:
     torch.backends.cudnn.benchmark = not deterministic
     torch.backends.cudnn.allow_tf32 = not deterministic
     torch.set_float32_matmul_precision("highest" if deterministic else "high")
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """Return the seed for one of the steps that are done with the same batch, as a GAN's are.
+
+    Args:
+        seed: the seed of the run.
+        turn: how many steps have been done with the batch before; the first one has the seed of the run.
+    """
+    return mix(seed, STREAM_TURN, turn) if turn else seed
 
 
 def seed_step(seed: int, step: int, lane: int, device: Any) -> None:

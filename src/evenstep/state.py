@@ -33,6 +33,7 @@ from evenstep.position import Progress
 from evenstep.recovery import doing
 from evenstep.resuming import newest_whole
 from evenstep.saving import Saved, Saver
+from evenstep.several import joined, part_of
 from evenstep.storable import plain_values
 from evenstep.world import World, current
 
@@ -76,7 +77,7 @@ class TrainState(Progress):
         precision_reason: why it was chosen.
         step: committed optimizer steps.
         epoch: finished epochs.
-        epoch_step: committed steps since the last finished epoch.
+        epoch_step: batches since the last finished epoch with which steps were committed.
         meta: json-able values that go into the checkpoint's manifest; yours to fill.
         double_lanes_on_oom: save the state when a lane does not fit into memory (memory.py); set by the
             command's ``--lanes-on-oom``, which starts the run again with twice the lanes.
@@ -112,7 +113,7 @@ class TrainState(Progress):
         self.world = world or current()
         if self.world.recovery is not None:
             self.world.recovery.making()
-        super().__init__(torch.device(self.world.device))
+        super().__init__(torch.device(self.world.device), self.world.together)
         check_optimizer(optimizer, model)
         self.model = model.to(self.device)
         self.optimizer = optimizer
@@ -125,7 +126,7 @@ class TrainState(Progress):
         self.extras = dict(extras or {})
         self.meta: dict[str, Any] = {}
         self.double_lanes_on_oom = False
-        self._saver = Saver(self.world)
+        self._saver = self.world.together.saver = self.world.together.saver or Saver(self.world)
         self._committed = torch.cuda.Event() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
@@ -167,8 +168,9 @@ class TrainState(Progress):
         elif self.world.resume and self.world.run_dir is not None:
             path = newest_whole(self.world.run_dir, self.world)
             if path is not None:
-                self._take(checkpoint.load(path, verified=True), str(path))
-                self.resumed_from = path
+                self._restore(path, verified=True)
+        self.number = self.world.together.next_number
+        self.world.together.add(self)
         if recovery is not None:
             recovery.register(self)
 
@@ -180,6 +182,7 @@ class TrainState(Progress):
             self.numerics = replace(self.numerics, precision=saved)
 
     def __del__(self) -> None:
+        self.is_dropped = True
         recovery = getattr(getattr(self, "world", None), "recovery", None)
         if recovery is not None:
             recovery.dropped(self)
@@ -235,7 +238,7 @@ class TrainState(Progress):
         if count and gradients:
             torch._foreach_div_(gradients, count)
         if isinstance(self.schedule, Schedule):
-            apply_schedule(self.optimizer, self.base_lrs, self.schedule.factor(self.step, self.epoch))
+            apply_schedule(self.optimizer, self.base_lrs, self.schedule.factor(self.step, batch.epoch))
         self.scaler.unscale_(self.optimizer)
         grad_norm = None
         if self.clip_norm is not None:
@@ -253,8 +256,8 @@ class TrainState(Progress):
         self.lanes.commit()
         if self._averaged is not None:
             self._averaged.update_parameters(self.model)
+        is_due = self.schedule_every == "step" or (batch.last_in_epoch and self.is_first_on(batch))
         self.count_step(batch, loss, lr, grad_norm)
-        is_due = self.schedule_every == "step" or batch.last_in_epoch
         if (
             is_due
             and isinstance(self.schedule, LRScheduler)
@@ -308,10 +311,33 @@ class TrainState(Progress):
             )
             return content
 
+    def checkpoint_values(self, *, cut_off: bool = False) -> dict[str, Any]:
+        """Return what a checkpoint of the run holds: ``step``, ``model``, ``training`` and ``meta``.
+
+        That of all TrainStates which train together, so that they go on from the same place.
+
+        Args:
+            cut_off: as for :meth:`save`.
+        """
+        parts = [
+            None
+            if state is None
+            else {
+                "model": state.model.state_dict(),
+                "training": state.training_state(cut_off=cut_off),
+                "meta": state.manifest_meta(),
+            }
+            for state in self.world.together.living()
+        ]
+        return joined(parts, total=self.world.together.total)
+
     def save(
         self, *, score: float | None = None, keep: int = 3, wait: bool = False, cut_off: bool = False
     ) -> Path | None:
         """Save a checkpoint into the run directory. Between steps; any rank may call, rank 0 writes.
+
+        It holds all TrainStates of the run, whichever of them is asked to save, and is named by the steps
+        that they have committed together. With several steps a batch, save after the last of them.
 
         Training waits only while the state is copied; the files are written in the background, one
         checkpoint at a time. The end of main waits for them, and so does :meth:`finish_saving`.
@@ -334,16 +360,13 @@ class TrainState(Progress):
         with doing(self.world, Phase.SAVING):
             self._saver.save(
                 self.world.run_dir,
-                step=self.step,
-                model=self.model.state_dict(),
-                training=self.training_state(cut_off=cut_off),
-                meta=self.manifest_meta(),
+                **self.checkpoint_values(cut_off=cut_off),
                 score=score,
                 keep=keep,
                 wait=wait,
             )
             self.world.at("in_save", self.step)
-        return checkpoint.path_of(self.world.run_dir, self.step)
+        return checkpoint.path_of(self.world.run_dir, self.world.together.total)
 
     def save_to_stop(self) -> Path | None:
         """Save the checkpoint with which a run stops as it was asked to. Every rank must call, rank 0 writes.
@@ -379,8 +402,24 @@ class TrainState(Progress):
         Raises:
             CheckpointError: it is missing, damaged, or of another model or optimizer.
         """
-        self._take(checkpoint.load(path), str(path))
-        self.resumed_from = Path(path)
+        self._restore(Path(path), verified=False)
+
+    def _restore(self, path: Path, *, verified: bool) -> None:
+        """Take this state's part of a checkpoint, or all of one that holds a single TrainState."""
+        whole = checkpoint.load(path, verified=verified)
+        is_made = self.number is not None
+        number = self.world.together.next_number if self.number is None else self.number
+        found = part_of(whole, number)
+        if found is None and is_made and not whole.training.get("others"):
+            found = whole
+        if found is None:
+            logger.warning(
+                "{} has nothing of TrainState number {} of this main, counted from 0: it begins anew",
+                *(path, number),
+            )
+            return
+        self._take(found, str(path))
+        self.resumed_from = path
 
     def _take(self, saved: Checkpoint, origin: str) -> None:
         seed = saved.meta.get("seed", self.world.seed)

@@ -16,7 +16,7 @@ from evenstep.data.batch import Batch, LaneBatch, map_tensors
 from evenstep.errors import DivergedError, StoppedError
 from evenstep.metrics import naming
 from evenstep.passes import Totals
-from evenstep.seeding import seed_commit
+from evenstep.seeding import seed_commit, seed_step, turn_seed
 from evenstep.state import TrainState
 
 Loss = Callable[[nn.Module, Any], "Tensor | tuple[Tensor, Tensor | float]"]
@@ -63,14 +63,19 @@ def train_step(state: TrainState, batch: Batch, loss: Loss) -> StepResult:
     """
     world = state.world
     own_losses: dict[int, Tensor] = {}
+    turn = world.together.turn(batch)
+    seed = turn_seed(world.seed, turn)
     done = state.replayed(batch)
     if done is not None:
-        return StepResult(done.step, done.loss, done.lr, done.grad_norm)
+        seed_commit(seed, batch.step, state.device)
+        return StepResult(batch.step, done.loss, done.lr, done.grad_norm)
     world.observer.before_step(state, batch, loss)
     world.at("before_forward", state.step)
     state.begin()
 
     def forward(part: LaneBatch, model: nn.Module) -> tuple[Tensor, float]:
+        if turn:  # the batch's further steps do not repeat the random numbers of the first
+            seed_step(seed, batch.step, part.lane, state.device)
         with state.autocast():
             value = loss(model, to_device(part.data, state.device))
             share = part.size / batch.size
@@ -88,7 +93,7 @@ def train_step(state: TrainState, batch: Batch, loss: Loss) -> StepResult:
     mean = totals.loss / totals.count if totals.count else totals.loss
     if not torch.isfinite(mean):
         _raise_diverged(state, batch, mean, own_losses)
-    seed_commit(world.seed, batch.step, state.device)
+    seed_commit(seed, batch.step, state.device)
     lr, grad_norm = state.commit(batch, mean, float(totals.count))
     result = StepResult(batch.step, mean, lr, grad_norm)
     world.observer.after_step(state, batch, result)

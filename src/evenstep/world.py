@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from evenstep import schedulers
 from evenstep.errors import ConfigError, MachineError
+from evenstep.together import Together
 
 
 def share(index: int, parts: int, n: int) -> range:
@@ -126,6 +127,8 @@ class World:
     """Set by a signal handler: this process wishes to stop. All ranks then stop after the same step."""
     staged: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, compare=False, repr=False)
     """The buffers of all models in training (staging.Staging): each lane has to start from the same ones."""
+    together: Together = field(default_factory=Together, compare=False, repr=False)
+    """The TrainStates of this process, and what they have in common."""
     meeting_places: list[Any] = field(default_factory=list, compare=False, repr=False)
     """Where lanes meet that normalise over the global batch (globalnorm.Places), once a model has them."""
     pending: set[Pending] = field(default_factory=set, compare=False, repr=False)

@@ -148,8 +148,10 @@ def _put_in_place(temporary: Path, target: Path, manifest: dict[str, Any]) -> No
     """Give a finished directory its name, in place of one that may be there."""
     parent = target.parent
     if target.exists():
-        same = not verify(target) and read_manifest(target)["files"] == manifest["files"]
+        same = not verify(target) and (old := read_manifest(target))["files"] == manifest["files"]
         if same:
+            if manifest["score"] is None and old["score"] is not None:
+                return  # saved once more, by another TrainState of the run, say: the score still counts
             os.replace(temporary / MANIFEST, target / MANIFEST)
             flush(target)
             return

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from evenstep.optim import Schedule
-from evenstep.seeding import preserved_rng, seed_step
+from evenstep.seeding import preserved_rng, seed_step, turn_seed
 from evenstep.step import to_device
 
 
@@ -47,7 +47,8 @@ class PlainTwin:
         model, optimizer = self._pair
         (part,) = batch.lanes
         with preserved_rng():
-            seed_step(state.world.seed, batch.step, part.lane, state.device)
+            seed = turn_seed(state.world.seed, state.world.together.turn(batch))
+            seed_step(seed, batch.step, part.lane, state.device)
             optimizer.zero_grad()
             with state.autocast():
                 value = loss(model, to_device(part.data, state.device))

@@ -1,0 +1,74 @@
+"""The TrainStates of a process that train together, such as the two of a GAN: what they have in common."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+
+class Together:
+    """All TrainStates of one world, in the order in which they were made.
+
+    Attributes:
+        saver: what writes their checkpoints (saving.Saver), once there is one.
+        num_turns: steps that this process has done or found done, over all of them.
+    """
+
+    def __init__(self) -> None:
+        self.saver: Any = None
+        self.num_turns = 0
+        self._states: list[weakref.ref[Any]] = []
+        self._steps: list[int] = []
+        self._batch: weakref.ref[Any] | None = None
+        self._turn = 0
+
+    @property
+    def next_number(self) -> int:
+        """The number of the TrainState that is made next."""
+        return len(self._states)
+
+    def add(self, state: Any) -> None:
+        """Add a TrainState that has been made, and has taken up what it found."""
+        self._states.append(weakref.ref(state))
+        self._steps.append(state.step)
+
+    def count(self, number: int, step: int) -> None:
+        """Take note of how many steps a TrainState has committed."""
+        self._steps[number] = step
+
+    @property
+    def total(self) -> int:
+        """Steps that all of them have committed together, also those that are gone."""
+        return sum(self._steps)
+
+    def living(self) -> list[Any]:
+        """Return the TrainStates by number; None for one that main needs no longer."""
+        found = [each() for each in self._states]
+        return [None if state is None or state.is_dropped else state for state in found]
+
+    def turn(self, batch: Any) -> int:
+        """Return how many steps were done with a batch since it was handed out, by any TrainState."""
+        return self._turn if self._batch is not None and self._batch() is batch else 0
+
+    def took_turn(self, batch: Any) -> None:
+        """Count a step that was done with a batch."""
+        self._turn = self.turn(batch) + 1
+        self._batch = weakref.ref(batch)
+        self.num_turns += 1
+
+    def asked(self, step: int) -> None:
+        """The loop asks for the next batch, so it has done all with the one that it has.
+
+        Loops over two data sets at once ask for two batches, one after the other: both bodies are over then.
+
+        Args:
+            step: the number of the batch that it has.
+        """
+        for state in self.living():
+            if state is not None:
+                state.body_over(step)
+
+    @property
+    def in_body(self) -> bool:
+        """Whether a loop has a batch with which it may not have done all."""
+        return any(state is not None and state.has_batch for state in self.living())

@@ -1,0 +1,233 @@
+"""Several TrainStates, several steps a batch, and the loop's body: after a death, a stop, a resume."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, softplus
+from torch.utils.data import TensorDataset
+
+from evenstep import Loader, TrainState, checkpoint, rescue, snapshot, train_step, weights_sha256
+from evenstep.data.batch import Batch
+from evenstep.errors import StoppedError
+from evenstep.position import Position, Progress
+from evenstep.testing import run_ranks
+from evenstep.together import Together
+
+CPU = {"lanes": 2, "timeout_s": 20.0}
+
+
+def points(n=32):
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(n, 6, generator=generator), torch.arange(n) % 3)
+
+
+def die(world, rank=1):
+    if world.rank == rank and world.restart == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def state_of(model, **options):
+    return TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), **options)
+
+
+def classifier(model, batch):
+    return cross_entropy(model(batch[0]), batch[1])
+
+
+def digest(*states):
+    return [weights_sha256(state.model.state_dict()) for state in states]
+
+
+def gan(world, *, driver=0, kill=None, stop=None, every=1, save=False):
+    """A GAN whose generator is trained on each ``every``-th batch; one of the two has the batches."""
+    torch.manual_seed(7)
+    critic = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 1))
+    generator_state, critic_state = state_of(nn.Linear(3, 6)), state_of(critic)
+
+    def critic_loss(model, batch):
+        fake = generator_state.model(torch.randn(len(batch[0]), 3)).detach()
+        return softplus(-model(batch[0])).mean() + softplus(model(fake)).mean()
+
+    def generator_loss(model, batch):
+        return softplus(-critic(model(torch.randn(len(batch[0]), 3)))).mean()
+
+    seen = []
+    for batch in Loader(points(), 8).batches((generator_state, critic_state)[driver], epochs=2):
+        seen.append(batch.step)
+        if batch.step == stop and not world.resume:
+            world.stop.set()
+        train_step(critic_state, batch, critic_loss)
+        if batch.step == kill:
+            die(world)
+        if batch.step % every == 0:
+            train_step(generator_state, batch, generator_loss)
+        if save:
+            generator_state.save(score=float(batch.step))
+            critic_state.save()
+    return digest(generator_state, critic_state), generator_state.step, critic_state.step, seen
+
+
+@pytest.mark.parametrize("driver", [0, 1])
+@pytest.mark.parametrize("every", [1, 3])
+def test_no_step_is_done_twice_after_a_death_between_the_steps_of_a_gan(driver, every):
+    def main(world, kill):
+        return gan(world, driver=driver, every=every, kill=kill)
+
+    (whole,) = run_ranks(main, 1, None, **CPU)
+    assert whole[1:3] == (8 if every == 1 else 3, 8)
+    found = run_ranks(main, 2, 6, max_restarts=1, **CPU)
+    assert found == [(*whole[:3], [6, 7])] * 2
+
+
+def test_a_gan_that_was_stopped_goes_on_from_one_checkpoint(tmp_path):
+    def main(world, stop=None):
+        return gan(world, stop=stop)
+
+    (whole,) = run_ranks(main, 1, **CPU)
+    with pytest.raises(StoppedError, match="stopped and saved after step 3"):
+        run_ranks(main, 2, 2, run_dir=str(tmp_path), **CPU)
+    # Two steps on each of two batches, and the critic's on the third.
+    assert [path.name for path in checkpoint.directories(tmp_path)] == ["step-00000005"]
+    assert (
+        run_ranks(main, 2, run_dir=str(tmp_path), resume=True, **CPU)
+        == [(*whole[:3], [2, 3, 4, 5, 6, 7])] * 2
+    )
+
+
+def test_a_checkpoint_holds_all_states_whichever_is_asked_to_save(tmp_path):
+    def main(world):
+        return gan(world, save=True)
+
+    (whole,) = run_ranks(main, 1, run_dir=str(tmp_path), **CPU)
+    found = checkpoint.ls(tmp_path)
+    assert [info.step for info in found] == [12, 14, 16]
+    assert [info.score for info in found] == [5.0, 6.0, 7.0]
+    saved = checkpoint.load(found[0].path)
+    assert set(saved.model) == {"weight", "bias"}
+    assert [part["number"] for part in saved.training["others"]] == [1]
+    for info in found[1:]:
+        for file in info.path.iterdir():
+            file.unlink()
+        info.path.rmdir()
+    (resumed,) = run_ranks(main, 1, run_dir=str(tmp_path), resume=True, **CPU)
+    assert resumed == (*whole[:3], [6, 7])
+
+
+def test_a_snapshot_of_several_states_becomes_one_checkpoint(tmp_path):
+    parts = [
+        {"model": {"w": torch.full((2,), float(n))}, "training": {"a": n}, "meta": {"epoch": 0}, "step": n}
+        for n in (3, 4)
+    ]
+    snapshot.save([tmp_path], parts, total=7, rank=0)
+    step, path = rescue.save_as_checkpoint([tmp_path], tmp_path / "run")
+    whole = checkpoint.load(path)
+    assert (step, whole.model["w"][0], whole.training["a"]) == (7, 3.0, 3)
+    assert whole.training["others"][0]["training"] == {"a": 4}
+
+
+def thrice(world, stop_after=None):
+    """Three steps on each batch, whose losses draw random numbers."""
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    state = TrainState(model, optimizer, schedule=schedule, schedule_every="epoch")
+    drawn, seen = [], []
+
+    def loss(model, batch):
+        drawn.append(float(torch.rand(())))
+        return classifier(model, batch)
+
+    for batch in Loader(points(16), 8).batches(state, epochs=3):
+        for _ in range(3):
+            train_step(state, batch, loss)
+        seen.append((batch.step, state.step, state.epoch, state.epoch_step))
+        if batch.step == stop_after:
+            state.save(wait=True)
+            break
+    return digest(state), seen, optimizer.param_groups[0]["lr"], drawn
+
+
+def test_epochs_are_counted_by_batches_where_a_batch_has_several_steps(tmp_path):
+    (whole,) = run_ranks(thrice, 1, **CPU)
+    assert whole[1] == [(0, 3, 0, 1), (1, 6, 1, 0), (2, 9, 1, 1), (3, 12, 2, 0), (4, 15, 2, 1), (5, 18, 3, 0)]
+    assert whole[2] == 0.1 * 0.5**3
+    assert len(set(whole[3])) == len(whole[3])  # no step repeats the random numbers of another
+    assert [each[:3] for each in run_ranks(thrice, 2, **CPU)] == [whole[:3]] * 2
+    run_ranks(thrice, 1, 2, run_dir=str(tmp_path), **CPU)
+    (resumed,) = run_ranks(thrice, 1, run_dir=str(tmp_path), resume=True, **CPU)
+    assert resumed[:3] == (whole[0], whole[1][3:], whole[2])
+
+
+def with_body(world, kill):
+    """The loop's body keeps an average of its own, and steps a schedule by a metric."""
+    torch.manual_seed(7)
+    model, target = nn.Linear(6, 3), nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1)
+    state = TrainState(model, optimizer, schedule=plateau, extras={"target": target})
+    for batch in Loader(points(), 8).batches(state, epochs=4):
+        if (batch.step, "before") == kill:
+            die(world)
+        train_step(state, batch, classifier)
+        if (batch.step, "after") == kill:
+            die(world)
+        with torch.no_grad():
+            for p, q in zip(target.parameters(), model.parameters(), strict=True):
+                p.lerp_(q, 0.1)
+        if batch.last_in_epoch:
+            plateau.step(5.0)
+        if (batch.step, "after") == kill and world.restart == 0:
+            time.sleep(0.4)  # the body goes on while the other one's death is told
+    return digest(state), weights_sha256(target.state_dict()), optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("kill", [(8, "before"), (7, "after")])
+def test_what_the_body_changes_is_changed_once_after_a_death(kill):
+    (whole,) = run_ranks(with_body, 1, None, **CPU)
+    assert whole[2] == 0.05
+    assert run_ranks(with_body, 2, kill, max_restarts=1, **CPU) == [whole] * 2
+
+
+def batch_of(step):
+    return Batch(step, step // 4, step % 4, 8, step % 4 == 3, ())
+
+
+def test_a_loop_that_only_looks_at_batches_moves_nothing():
+    together = Together()
+    progress = Progress(torch.device("cpu"), together)
+    together.add(progress)
+    progress.number = 0
+    for step in range(3):
+        progress.handed_out(batch_of(step))
+        together.asked(step)
+    progress.handed_out(batch_of(3))
+    assert progress.progress_values(cut_off=True)["again"] is None
+    assert progress.progress_values(cut_off=False)["position"]["batch"] == 0
+    assert progress.start == Position(0, 0, 0)
+
+
+def test_two_loops_in_step_are_over_together():
+    together = Together()
+    both = [Progress(torch.device("cpu"), together) for _ in range(2)]
+    for number, progress in enumerate(both):
+        together.add(progress)
+        progress.number = number
+    batches = [batch_of(3), batch_of(3)]
+    for progress, batch in zip(both, batches, strict=True):
+        progress.handed_out(batch)
+    for progress, batch in zip(both, batches, strict=True):
+        progress.count_step(batch, torch.zeros((), dtype=torch.float64), 0.1, None)
+    assert [p.progress_values(cut_off=True)["again"]["step"] for p in both] == [3, 3]
+    together.asked(3)  # by the first loop; the second has not asked yet
+    assert not together.in_body
+    for progress in both:
+        taken = Progress(torch.device("cpu"), Together())
+        taken.take_progress(progress.progress_values(cut_off=True))
+        assert taken.start == Position(4, 1, 0)
+        assert taken.replayed(batch_of(4)) is None
+    assert together.total == 2
