@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import pickle
@@ -101,6 +102,29 @@ def test_a_cache_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(MachineError, match=r"cannot write the cache .* in .*/file/cache: .*--cache-dir"):
         cache.cached("pets", KEY, tmp_path / "file" / "cache", lambda work: _decoded())
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="macOS has no posix_fallocate")
+def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path, monkeypatch):
+    asked = []
+
+    def full(descriptor, start, size):
+        asked.append((start, size))
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(
+        MachineError, match=r"cannot write the cache .*: No space left on device.*--cache-dir"
+    ):
+        cache.cached("pets", KEY, tmp_path, lambda work: _decoded())
+    assert asked == [(0, 428)]  # 5 images of 60 bytes and the header
+    assert [path for path in tmp_path.iterdir() if path.suffix != ".lock"] == []
+
+    def unknown(*_):
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(os, "posix_fallocate", unknown)
+    assert cache.damage(cache.cached("pets", KEY, tmp_path, lambda work: _decoded())) is None
 
 
 def test_a_warm_cache_needs_no_writing(tmp_path):

@@ -7,6 +7,7 @@ files, so the images are in memory once. Opening them imports neither torch nor 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import mmap
@@ -230,6 +231,7 @@ def _write(work: Path, decoded: Decoded) -> None:
         path = work / f"{split}-images.npy"
         shape = (len(rows.rows), *rows.images.shape[1:])
         target = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=shape)
+        _reserve(path)
         start = 0
         for chunk in rows.chunks():
             target[start : start + len(chunk)] = chunk
@@ -251,6 +253,23 @@ def _write(work: Path, decoded: Decoded) -> None:
     (work / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
     for file in [*files, work / "meta.json", work]:
         flush(file)
+
+
+def _reserve(path: Path) -> None:
+    """Have the disk set aside the whole size of a sparse file.
+
+    Writing to a map of it would otherwise kill this process (SIGBUS) when the disk is full.
+
+    Raises:
+        OSError: there is not enough room.
+    """
+    with path.open("r+b") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
+        except (AttributeError, OSError) as error:
+            # Where it is unknown (macOS, some file systems), all goes on as without it.
+            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
 
 
 def _meta(directory: Path) -> dict[str, Any]:
