@@ -283,5 +283,5 @@ def _steps_table(kept, machines):
             ]
         )
     head = ["processes", "computing", "sums by themselves", "waiting: the rest", "step"]
-    fit = f"A doubling of the processes per core: {1e3 * machines.last_s:.2g} ms of waiting at each meeting."
+    fit = f"A doubling of the processes per core: {1e3 * machines.last_s:g} ms of waiting at each meeting."
     return scaling.table([*head, "step from measured parts"], rows) + "\n\n" + fit

@@ -74,7 +74,12 @@ def arguments(argv=None):
     parser.add_argument("--source", help="images, as for evenstep train --data; needed the first time")
     parser.add_argument("--data", type=Path, default=HERE / ".data", help="where data.py's files are")
     parser.add_argument(
-        "--peers", nargs="+", default=list(peers.PEERS), choices=list(peers.PEERS), metavar="NAME"
+        "--peers",
+        nargs="+",
+        default=list(peers.PEERS),
+        choices=list(peers.PEERS),
+        metavar="NAME",
+        help="run these alone: " + ", ".join(peers.PEERS),
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=70, help="steps of an epoch; 0: the whole epoch")
@@ -85,7 +90,9 @@ def arguments(argv=None):
     parser.add_argument(
         "--no-memory-round", action="store_true", help="leave out the round before the others"
     )
-    parser.add_argument("--timeout-s", type=float, default=300.0, help="for one peer, once")
+    parser.add_argument(
+        "--timeout-s", type=float, default=300.0, help="for one run of one peer; raise it for whole jobs"
+    )
     parser.add_argument("--python", default=str(HERE / ".venv/bin/python"), help="the peers' Python")
     parser.add_argument("--results", type=Path, default=HERE.parent / "results")
     parser.add_argument("--quick", action="store_true", help="15 steps, 101 test images, 1 round")
