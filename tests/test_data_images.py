@@ -299,6 +299,14 @@ def test_npz_with_grey_images(tmp_path, shape):
         ({"y_test": np.array([0.0, 1.0])}, "y_test has dtype float64"),
         ({"y_test": np.array([0, -1])}, "expected 2 whole numbers from 0"),
         ({"y_test": np.array([0, 1, 1])}, r"shape \(3,\); expected 2 whole numbers"),
+        (
+            {"y_train": np.array([0, 20_000_000, 1, 1, 0])},
+            r"label of image 1 in y_train is 20,000,000.*at most 100,000",
+        ),
+        (
+            {"y_test": np.array([2**63 + 5, 0], np.uint64)},
+            r"label of image 0 in y_test is 9,223,372,036,854,775,813.*numpy.unique",
+        ),
     ],
 )
 def test_npz_messages(tmp_path, changes, message):

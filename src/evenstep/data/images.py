@@ -32,6 +32,8 @@ IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 TAR_ENDINGS = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".txz", ".tar.bz2")
 ARCHIVE_ENDINGS = (*TAR_ENDINGS, ".zip")
 _LAYOUT = "train/<class>/*.jpg (or .jpeg, .png, .bmp, .webp) and test/<class>/*.jpg"
+MAX_CLASSES = 100_000
+"""More classes are taken for labels that are something else: ids, hashes, times."""
 _BATCH = 256
 _END_BYTES = 1 << 16
 
@@ -362,5 +364,13 @@ def _npz_labels(path: Path, name: str, labels: np.ndarray, num_images: int) -> n
         raise DataError(
             f"{path}: {name} has dtype {labels.dtype} and shape {labels.shape}; expected {num_images} whole "
             "numbers from 0, one per image."
+        )
+    most = int(flat.max())  # before the cast, which may make it negative
+    if most >= MAX_CLASSES:
+        raise DataError(
+            f"{path}: the label of image {int(flat.argmax())} in {name} is {most:,}. Labels are numbers of "
+            "classes from 0, and the model gets an output for each number up to the largest; at most "
+            f"{MAX_CLASSES:,} are allowed. Number the classes from 0, for example with "
+            "numpy.unique(labels, return_inverse=True)."
         )
     return flat.astype(np.int64)
