@@ -158,6 +158,12 @@ def test_no_fork_server_starts_for_a_mistyped_flag(calls, argv):
     assert calls == []
 
 
+def test_json_of_a_loss_that_is_not_finite_is_null(calls, capsys, monkeypatch):
+    monkeypatch.setitem(RESULT, "test_loss", float("nan"))
+    assert cli.main(["train", "--json", "--smoke-test"]) == 0
+    assert '"test_loss": null' in capsys.readouterr().out.splitlines()[-1]
+
+
 def test_json_is_the_last_line_of_stdout(calls, capsys):
     assert cli.main(["train", "--json", "--smoke-test"]) == 0
     out, err = capsys.readouterr()

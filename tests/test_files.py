@@ -1,8 +1,9 @@
+import json
 import os
 
 import pytest
 
-from evenstep.files import write_whole
+from evenstep.files import json_text, write_whole
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
@@ -28,3 +29,11 @@ def test_what_is_to_be_on_the_disk_is_flushed_before_it_takes_the_name(tmp_path,
     write_whole(path, "newer")
     assert len(seen) == 2
     assert path.read_text() == "newer"
+
+
+def test_json_has_no_numbers_that_it_does_not_know():
+    values = {"a": float("nan"), "b": [1.5, float("-inf")], "c": {"d": (float("inf"), 1, "NaN", None, True)}}
+    text = json_text(values)
+    assert json.loads(text) == {"a": None, "b": [1.5, None], "c": {"d": [None, 1, "NaN", None, True]}}
+    assert "NaN" not in text.replace('"NaN"', "")
+    assert json_text({"a": 1}, indent=1) == '{\n "a": 1\n}'

@@ -6,7 +6,6 @@ Nothing here imports torch before a command needs it: ``evenstep --help`` is the
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ from evenstep import options
 from evenstep import world as worlds
 from evenstep.config import TrainConfig
 from evenstep.errors import ConfigError, EvenstepError, MemoryExhaustedError, did_you_mean
+from evenstep.files import json_text
 from evenstep.flags import wants_help
 from evenstep.flat import from_flat, to_flat, write_toml
 from evenstep.rundir import open_run_dir, rank_0_is_here
@@ -317,7 +317,7 @@ def _result(config: TrainConfig, result: Mapping[str, Any] | None) -> int:
 
     if not rank_0_is_here(config) or result is None:
         return 0
-    return _say(json.dumps(result) if config.output.json else final_line(result))
+    return _say(json_text(result) if config.output.json else final_line(result))
 
 
 def _say(text: str) -> int:

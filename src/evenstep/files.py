@@ -1,10 +1,31 @@
-"""Files written whole or not at all, and onto the disk itself."""
+"""Files written whole or not at all, and onto the disk itself; values as JSON that every reader takes."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+
+def finite(value: Any) -> Any:
+    """Return a value of mappings, lists and numbers with None for NaN and infinity, which JSON has not."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(inner) for key, inner in value.items()}
+    return [finite(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def json_text(value: Any, *, indent: int | None = None) -> str:
+    """Return a value as JSON; what is no finite number is null.
+
+    ``json.dumps`` writes ``NaN``, which is no JSON: jq, JavaScript and others refuse it.
+    """
+    return json.dumps(finite(value), indent=indent, allow_nan=False)
 
 
 def flush(path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evenstep.errors import CheckpointError, ConfigError, did_you_mean
+from evenstep.files import json_text
 from evenstep.flags import scan_flags, wants_help
 from evenstep.rundir import newest_whole
 
@@ -134,7 +134,7 @@ def _list(asked: _Asked) -> int:
         for info in infos
     ]
     if asked.flags.get("json"):
-        _say(json.dumps({"run_dir": str(asked.path), "checkpoints": rows}))
+        _say(json_text({"run_dir": str(asked.path), "checkpoints": rows}))
         return 0
     table = [("step", "epoch", "score", "size", "date", "state")]
     table += [

@@ -101,7 +101,7 @@ def render(runs: Sequence[Mapping[str, Any]], *, live: bool = False) -> str:
 
 def to_json(data: Any) -> str:
     """Return JSON that can stand inside a script element whatever strings are in it."""
-    return json.dumps(_finite(data), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return json.dumps(files.finite(data), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def write(run_dir: str | Path) -> Path:
@@ -164,14 +164,6 @@ class Refresher:
 
 def _asset(name: str) -> str:
     return (importlib.resources.files("evenstep") / "page" / name).read_text(encoding="utf-8")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(inner) for key, inner in value.items()}
-    return [_finite(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from evenstep import cli, flags, options
 from evenstep import world as worlds
 from evenstep.config import TrainConfig, check_batch_size
 from evenstep.errors import ConfigError, MachineError
+from evenstep.files import json_text
 from evenstep.flat import from_flat
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def bench(argv: Sequence[str]) -> int:
     )
     if output is not None:
         write(report, output)
-    sys.stdout.write((json.dumps(report.as_dict()) if asked.json else table(report)) + "\n")
+    sys.stdout.write((json_text(report.as_dict()) if asked.json else table(report)) + "\n")
     sys.stdout.flush()
     return 0
 
@@ -159,7 +159,7 @@ def write(report: Report, directory: Path) -> None:
     from evenstep.bench.chart import chart
 
     try:
-        (directory / "bench.json").write_text(json.dumps(report.as_dict(), indent=1) + "\n", encoding="utf-8")
+        (directory / "bench.json").write_text(json_text(report.as_dict(), indent=1) + "\n", encoding="utf-8")
         (directory / "bench.svg").write_text(chart(report), encoding="utf-8")
     except OSError as error:
         raise MachineError(_unwritable(directory, error)) from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from evenstep import cli, flags, options
 from evenstep import world as worlds
 from evenstep.config import TrainConfig, check_batch_size
 from evenstep.errors import ConfigError
+from evenstep.files import json_text
 from evenstep.flat import from_flat
 
 PROG = "evenstep verify"
@@ -102,7 +102,7 @@ def verify(argv: Sequence[str]) -> int:
         options=options.launch_options(config, leave_out=("nproc", "lanes", "run_dir", "resume")),
         tell=lambda text: None if asked.quiet else _tell(text),
     ).run()
-    text = json.dumps(report.as_dict()) if asked.json else table(report)
+    text = json_text(report.as_dict()) if asked.json else table(report)
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
     return 0 if report.is_same else EXIT_CODE
