@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 from evenstep import Loader, TrainState, train_step, weights_sha256
 from evenstep.errors import ConfigError
-from evenstep.parameters import Parameters, check_optimizer
+from evenstep.parameters import Parameters, check_trained
 from evenstep.staging import Staging
 from evenstep.testing import kill_at, run_ranks
 
@@ -383,7 +383,7 @@ def test_statistics_written_through_data_survive_a_kill(found):
 def test_what_no_optimizer_trains_may_be_in_it():
     model = nn.Linear(2, 2)
     constant = nn.Parameter(torch.zeros(3), requires_grad=False)
-    check_optimizer(sgd([*model.parameters(), constant]), model)
+    check_trained(sgd([*model.parameters(), constant]), model)
 
 
 def test_every_bit_of_a_parameter_counts_in_the_first_steps():

@@ -114,7 +114,7 @@ def _check_kinds(module: nn.Module, named: Sequence[tuple[str, Tensor]]) -> None
             )
 
 
-def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
+def check_trained(optimizer: Optimizer, module: nn.Module) -> None:
     """Raise ConfigError if an optimizer trains anything but the parameters of its model.
 
     Nobody would sum the gradients of the rest: each process would train them in its own way.

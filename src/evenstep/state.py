@@ -28,7 +28,7 @@ from evenstep.lanes import Lanes
 from evenstep.muon import compute_in
 from evenstep.numerics import Numerics, autocast, device_name
 from evenstep.optim import Schedule, apply_schedule
-from evenstep.parameters import check_optimizer
+from evenstep.parameters import check_trained
 from evenstep.position import Progress
 from evenstep.recovery import doing
 from evenstep.resuming import newest_whole
@@ -114,7 +114,7 @@ class TrainState(Progress):
         if self.world.recovery is not None:
             self.world.recovery.making()
         super().__init__(torch.device(self.world.device), self.world.together)
-        check_optimizer(optimizer, model)
+        check_trained(optimizer, model)
         self.model = model.to(self.device)
         self.optimizer = optimizer
         self.schedule = schedule
