@@ -57,6 +57,7 @@ LAYERS = {
             "checkpoint",
             "saving",
             "several",
+            "unsaved",
             "export",
             "snapshot",
             "rescue",

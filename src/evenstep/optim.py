@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -266,3 +267,26 @@ def apply_schedule(optimizer: optim.Optimizer, base_lrs: Sequence[float], factor
             group["lr"].fill_(base_lr * factor)
         else:
             group["lr"] = base_lr * factor
+
+
+def check_no_closure(optimizer: optim.Optimizer) -> None:
+    """Raise ConfigError if an optimizer asks for the loss again in its step, as LBFGS does."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"{type(optimizer).__name__}.step needs a closure that computes the loss again, as often as the "
+            "optimizer likes. A step here computes it once, on all lanes, before the optimizer begins. Use "
+            "an optimizer whose step takes the gradient as it is (SGD, Adam, ...)."
+        )
+
+
+def check_groups(optimizer: optim.Optimizer, number: int) -> None:
+    """Raise ConfigError if an optimizer has not as many groups of parameters as at the start."""
+    if len(optimizer.param_groups) != number:
+        raise ConfigError(
+            f"the optimizer had {number} groups of parameters when its TrainState was made, and has "
+            f"{len(optimizer.param_groups)} now: a group that comes later has no place in the schedule, and a "
+            "run that goes on after a death or with --resume would not find it. Make all groups before the "
+            "TrainState; freeze the parameters of a group that is to come in later, with "
+            "requires_grad_(False)."
+        )

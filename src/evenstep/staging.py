@@ -184,20 +184,29 @@ class Staging:
         """End the step: from now on the model's own buffers are the state."""
         self._in_step = False
 
-    def before_step(self) -> dict[int, Tensor]:
-        """Return the buffers as they were before the step in hand, by the address of the present ones.
+    def before_step(self) -> dict[tuple[int, str], Tensor | None]:
+        """Return the buffers as they were before the step in hand, by the layer's identity and their name.
 
         Any thread may call, while the main thread is in a step: its lane may have changed the buffers.
         """
         if not self._in_step:
             return {}
-        others = [(now, self._old_others[number]) for number, now in self._now()]
-        pairs = [
-            *zip(self._floats, self._old_floats, strict=True),
-            *zip(self._counts, self._old_counts, strict=True),
-            *((now, copy) for now, (_, copy, _) in others if now is not None and copy is not None),
-        ]
-        return {now.data_ptr(): old for now, old in pairs if now.numel()}
+        averaged = {
+            id(now): old
+            for now, old in (
+                *zip(self._floats, self._old_floats, strict=True),
+                *zip(self._counts, self._old_counts, strict=True),
+            )
+        }
+        before: dict[tuple[int, str], Tensor | None] = {}
+        others = set(self._others)
+        for number, (module, name) in enumerate(self._buffers):
+            now = module._buffers.get(name)
+            if id(now) in averaged:
+                before[id(module), name] = averaged[id(now)]
+            elif number in others:
+                before[id(module), name] = self._old_others[number][1]
+        return before
 
     def _now(self) -> Iterator[tuple[int, Tensor | None]]:
         for number in self._others:

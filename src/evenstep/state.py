@@ -27,7 +27,7 @@ from evenstep.heartbeat import Activity, Phase, now
 from evenstep.lanes import Lanes
 from evenstep.muon import compute_in
 from evenstep.numerics import Numerics, autocast, device_name
-from evenstep.optim import Schedule, apply_schedule
+from evenstep.optim import Schedule, apply_schedule, check_groups, check_no_closure
 from evenstep.parameters import check_trained
 from evenstep.position import Progress
 from evenstep.recovery import doing
@@ -35,6 +35,7 @@ from evenstep.resuming import newest_whole
 from evenstep.saving import Saved, Saver
 from evenstep.several import joined, part_of
 from evenstep.storable import plain_values
+from evenstep.unsaved import Unsaved, put_back
 from evenstep.world import World, current
 
 
@@ -103,6 +104,7 @@ class TrainState(Progress):
         extras: Mapping[str, Stateful] | None = None,
         world: World | None = None,
     ) -> None:
+        check_no_closure(optimizer)
         if batchnorm not in ("lane", "global"):
             raise ConfigError(f"batchnorm is {batchnorm!r}; choose lane or global (--batchnorm global).")
         if batchnorm == "global" and compile:
@@ -151,6 +153,7 @@ class TrainState(Progress):
             device=device_name(self.device),
             torch=torch.__version__.split("+")[0],
         )
+        self._unsaved = Unsaved(self.model)
         self.resumed_from: Path | None = None
         self._take_up()
         check_same_precision(self.precision, self.precision_reason, self.world)
@@ -197,7 +200,12 @@ class TrainState(Progress):
         return self.model if self.ema is None else self.ema
 
     def begin(self) -> None:
-        """Start a step, which changes nothing before its commit."""
+        """Start a step, which changes nothing before its commit.
+
+        Raises:
+            ConfigError: the optimizer has got a group of parameters since this state was made.
+        """
+        check_groups(self.optimizer, len(self.base_lrs))
         now(self.world, Activity.FORWARD)
         self.lanes.begin(self.step)
         if self._committed is not None:
@@ -233,7 +241,8 @@ class TrainState(Progress):
         Returns:
             The learning rate of the first group in this step, and the gradient's norm if it is clipped.
         """
-        params = [p for p in self.model.parameters() if p.grad is not None]
+        stepped = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        params = [p for p in self.model.parameters() if p.grad is not None and id(p) in stepped]
         gradients = [p.grad for p in params if p.grad is not None]
         if count and gradients:
             torch._foreach_div_(gradients, count)
@@ -278,6 +287,7 @@ class TrainState(Progress):
             "schedule": self.schedule.state_dict() if isinstance(self.schedule, LRScheduler) else None,
             "scaler": self.scaler.state_dict(),
             "averaged": None if self._averaged is None else self._averaged.state_dict(),
+            "buffers": self._unsaved.values(),
             "extras": {name: extra.state_dict() for name, extra in self.extras.items()},
         }
 
@@ -296,14 +306,15 @@ class TrainState(Progress):
     def snapshot(self) -> dict[str, Any]:
         """Return all of the state after the last commit. Any thread may call, but not during one."""
         with _side_stream(self.device, self._committed):
-            whole: dict[int, Tensor] = {}
+            model, training = dict(self.model.state_dict()), self.training_state(cut_off=True)
+            before: dict[tuple[int, str], Tensor | None] = {}
             for staging in self.world.staged:
-                whole |= staging.before_step()
-            model = self.model.state_dict()
+                before |= staging.before_step()
+            put_back(before, self.model, model, training["buffers"])
             content: dict[str, Any] = plain_values(
                 {
-                    "model": {key: whole.get(value.data_ptr(), value) for key, value in model.items()},
-                    "training": self.training_state(cut_off=True),
+                    "model": model,
+                    "training": training,
                     "meta": self.manifest_meta(),
                     "step": self.step,
                 },
@@ -443,6 +454,7 @@ class TrainState(Progress):
                 self._restore_average(training["averaged"])
             for name, extra in self.extras.items():
                 extra.load_state_dict(training["extras"][name])
+            self._unsaved.take(training.get("buffers", {}), self.device)
             self.take_progress(training)
         except (KeyError, ValueError, RuntimeError) as error:
             raise CheckpointError(
