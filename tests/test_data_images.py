@@ -221,8 +221,9 @@ def test_sets_that_do_not_fit(tmp_path, change, message):
     [
         (
             {"a.txt": b"x", "pictures/cat/a.png": encoded(0)},
-            "no images found. Expected train/<class>.*Check --data",
+            "no images found; images left out: 1 in no folder of .* train/<class>.*Check --data",
         ),
+        ({"a.txt": b"x"}, "no images found. Expected train/<class>.*Check --data"),
         ({"train/cat/a.png": encoded(0)}, "there are images in train, but none in test"),
         ({"test/cat/a.png": encoded(0)}, "there are images in test, but none in train"),
     ],
@@ -254,6 +255,81 @@ def test_state_changes_with_any_file(tmp_path):
     before = state_of(path)
     path.write_bytes(path.read_bytes() + b"x")
     assert state_of(path) != before
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_images_that_are_left_out_are_counted(tmp_path, name):
+    files = small_set() | {
+        "train/cat/1.TIF": b"",
+        "train/cat/2.tif": b"",
+        "train/dog/3.gif": b"",
+        "train/4.png": encoded(7),
+        ".trash/5.png": b"",
+    }
+    decoded = decode(write(tmp_path / name, files), tmp_path)
+    assert decoded.note.startswith(
+        "images left out: 1 in no folder of a class, 1 with the ending .gif, 2 with the ending .tif. Expected"
+    )
+    assert decode(write(tmp_path / f"all-{name}", small_set()), tmp_path).note is None
+
+
+def test_a_folder_in_a_folder_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
+    folder = write_folder(tmp_path / "set", small_set())
+    scandir = os.scandir
+    locked = "sub"
+
+    def guarded(path):
+        if os.path.basename(path) == locked:
+            raise PermissionError(13, "Permission denied", os.fspath(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", guarded)
+    with pytest.raises(PermissionError, match="test/cat/sub"):
+        state_of(folder)
+    with pytest.raises(DataError, match=r"Permission denied: '.*/test/cat/sub'"):
+        decode(folder, tmp_path)
+    (folder / "lost+found").mkdir()
+    locked = "lost+found"
+    assert len(decode(folder, tmp_path).test.rows) == 3
+
+
+def test_a_link_that_leads_nowhere_matters_only_for_images(tmp_path):
+    folder = write_folder(tmp_path / "set", small_set())
+    (folder / "notes.txt").symlink_to(folder / "gone")
+    assert state_of(folder)
+    assert len(decode(folder, tmp_path).train.rows) == 3
+    (folder / "train/cat/link.png").symlink_to(folder / "gone")
+    with pytest.raises(FileNotFoundError, match=r"train/cat/link.png"):
+        state_of(folder)
+
+
+def pixels_of(tmp_path, picture, **options):
+    """Return the pixels that a picture of Pillow has when it is decoded."""
+    buffer = io.BytesIO()
+    picture.save(buffer, **options)
+    data = buffer.getvalue()
+    decoded = decode(write_folder(tmp_path / "set", {"train/a/0.png": data, "test/a/0.png": data}), tmp_path)
+    return images(decoded.train)[0]
+
+
+def test_grey_images_of_16_bits_keep_their_greys(tmp_path):
+    values = np.array([[0, 255, 256], [1000, 32768, 65535]], np.uint16)
+    pixels = pixels_of(tmp_path, Image.fromarray(values), format="png")
+    np.testing.assert_array_equal(pixels, np.repeat((values >> 8).astype(np.uint8)[..., None], 3, axis=2))
+
+
+def test_images_without_a_known_range_are_refused(tmp_path):
+    picture = Image.fromarray(np.zeros((2, 3), np.float32))
+    with pytest.raises(DataError, match=r"cannot decode .*a/0.png.*32 bits a pixel \(mode F\)"):
+        pixels_of(tmp_path, picture, format="tiff")
+
+
+def test_images_are_turned_as_their_camera_was_held(tmp_path):
+    values = np.random.default_rng(0).integers(0, 256, (4, 6, 3), dtype=np.uint8)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees to the right
+    pixels = pixels_of(tmp_path, Image.fromarray(values), format="png", exif=exif)
+    np.testing.assert_array_equal(pixels, np.rot90(values, -1))
 
 
 def save_npz(path, **changes):

@@ -124,6 +124,21 @@ def test_folders_alike_in_names_sizes_and_times_are_kept_apart(where, tmp_path):
         assert source.train.images.max() == fold
 
 
+def test_files_that_cannot_be_read_or_are_left_out_are_named(where, tmp_path, capfd):
+    folder = tmp_path / "set"
+    for name in ("train/cat", "test/cat"):
+        (folder / name).mkdir(parents=True)
+        Image.fromarray(np.zeros((4, 4, 3), np.uint8)).save(folder / name / "0.png")
+    (folder / "train/cat/1.gif").touch()
+    for _ in range(2):  # with a warm cache, too
+        found = prepare(str(folder), **where)
+        assert found.note.startswith(f"data {folder}: images left out: 1 with the ending .gif.")
+    assert open_source(str(folder), **where).note is None
+    (folder / "train/cat/link.png").symlink_to(folder / "gone")
+    with pytest.raises(DataError, match=r"cannot read .*/train/cat/link.png: No such file.*leads nowhere"):
+        prepare(str(folder), **where)
+
+
 def test_opening_a_warm_cache_imports_neither_torch_nor_pillow(where, archive):
     prepare(str(archive), **where)
     code = f"""

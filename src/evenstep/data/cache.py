@@ -27,7 +27,7 @@ from evenstep.files import flush
 if TYPE_CHECKING:
     import torch
 
-FORMAT = 1
+FORMAT = 2
 """Goes up when the files or the way of decoding change; a cache of another format is not used."""
 SPLITS = ("train", "test")
 _CHUNK = 1024
@@ -123,11 +123,12 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Decoded:
-    """A whole data set as it comes out of a decoder."""
+    """A whole data set as it comes out of a decoder, and what the user must be told of it, if anything."""
 
     classes: tuple[str, ...]
     train: Rows
     test: Rows
+    note: str | None = None
 
 
 def statistics(chunks: Iterable[np.ndarray]) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -248,6 +249,7 @@ def _write(work: Path, decoded: Decoded) -> None:
         "mean": mean,
         "std": std,
         "fingerprints": fingerprints,
+        "note": decoded.note,
         "bytes": {file.name: file.stat().st_size for file in files},
     }
     (work / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
@@ -275,6 +277,12 @@ def _reserve(path: Path) -> None:
 def _meta(directory: Path) -> dict[str, Any]:
     meta: dict[str, Any] = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
     return meta
+
+
+def note(directory: Path) -> str | None:
+    """Return what the user must be told of the images in a cache directory; None if there is nothing."""
+    found = _meta(directory).get("note")
+    return found if isinstance(found, str) else None
 
 
 def damage(directory: Path) -> str | None:

@@ -5,6 +5,7 @@ An archive is read as a stream; nothing of it is unpacked to disk, and a member'
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import io
@@ -29,11 +30,30 @@ from evenstep.data.cache import SPLITS, Decoded, Rows
 from evenstep.errors import DataError
 
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+OTHER_ENDINGS = (
+    *(
+        ".tif",
+        ".tiff",
+        ".gif",
+        ".jfif",
+        ".jpe",
+        ".jp2",
+        ".heic",
+        ".heif",
+        ".avif",
+        ".ppm",
+        ".pgm",
+        ".pbm",
+        ".tga",
+    ),
+)
+"""Of images that are not read, which is told."""
 TAR_ENDINGS = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".txz", ".tar.bz2")
 ARCHIVE_ENDINGS = (*TAR_ENDINGS, ".zip")
 _LAYOUT = "train/<class>/*.jpg (or .jpeg, .png, .bmp, .webp) and test/<class>/*.jpg"
 MAX_CLASSES = 100_000
 """More classes are taken for labels that are something else: ids, hashes, times."""
+_EXPECTED = f"Expected {_LAYOUT}, perhaps inside one folder."
 _BATCH = 256
 _END_BYTES = 1 << 16
 
@@ -80,25 +100,62 @@ def member(path: str, where: str) -> Member | None:
     return Member(parts[first], parts[first + 1], "/".join(parts[first + 2 :]), "/".join(parts[:first]))
 
 
-def read_folder(folder: Path) -> Iterator[tuple[Member, Read]]:
+def count_left_out(path: str, left_out: Counter[str]) -> None:
+    """Count a file that is no member, if it is an image, under the reason for which it is left out.
+
+    Args:
+        path: as for :func:`member`, which returned None for it.
+        left_out: how many there are for each reason.
+    """
+    parts = PurePosixPath(path).parts
+    if any(part.startswith((".", "__MACOSX")) for part in parts if part != "."):
+        return
+    ending = PurePosixPath(path).suffix.lower()
+    if ending in IMAGE_ENDINGS:
+        left_out["in no folder of a class"] += 1
+    elif ending in OTHER_ENDINGS:
+        left_out[f"with the ending {ending}"] += 1
+
+
+def _note(left_out: Counter[str]) -> str | None:
+    if not left_out:
+        return None
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(left_out.items()))
+    return f"images left out: {reasons}. {_EXPECTED}"
+
+
+def read_folder(folder: Path, left_out: Counter[str]) -> Iterator[tuple[Member, Read]]:
     """Yield the image files of a folder, sorted."""
-    found = [
-        (image, path)
-        for path in _files(folder)
-        if (image := member(path.relative_to(folder).as_posix(), str(folder))) is not None
-    ]
-    for image, path in sorted(found):
+    for image, path in sorted(_images(folder, left_out)):
         yield image, path.read_bytes
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    for directory, _, names in os.walk(folder, followlinks=True):
+    for directory, _, names in os.walk(folder, followlinks=True, onerror=_raise_unreadable):
         for name in names:
             yield Path(directory, name)
 
 
+def _raise_unreadable(error: OSError) -> None:
+    name = Path(os.fsdecode(error.filename)).name
+    if name.startswith(".") or name == "lost+found":  # of a disk's root; no images are taken from these
+        return
+    raise error
+
+
+def _images(folder: Path, left_out: Counter[str] | None = None) -> Iterator[tuple[Member, Path]]:
+    """Yield the image files of a folder, in no order; count those that are left out."""
+    for path in _files(folder):
+        name = path.relative_to(folder).as_posix()
+        image = member(name, str(folder))
+        if image is not None:
+            yield image, path
+        elif left_out is not None:
+            count_left_out(name, left_out)
+
+
 def state_of(path: Path) -> str:
-    """Return a text that changes when a file, or any file in a folder, changes, and that no other path has.
+    """Return a text that changes when a file, or any image in a folder, changes, and that no other path has.
 
     Name, size and time of change do not tell files apart: archives keep the times of what they unpack, and
     arrays of equal shape have equal sizes. So it has the resolved path, the files' numbers on the disk and
@@ -108,7 +165,7 @@ def state_of(path: Path) -> str:
     path = path.resolve()
     is_folder = path.is_dir()
     lines = [os.fspath(path)]
-    for file in sorted(_files(path)) if is_folder else [path]:
+    for file in sorted(file for _, file in _images(path)) if is_folder else [path]:
         status = file.stat()
         name = file.relative_to(path).as_posix() if is_folder else file.name
         numbers = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_dev, status.st_ino)
@@ -127,25 +184,31 @@ def _ends(path: Path) -> str:
     return digest.hexdigest()
 
 
-def read_zip(path: Path) -> Iterator[tuple[Member, Read]]:
+def read_zip(path: Path, left_out: Counter[str]) -> Iterator[tuple[Member, Read]]:
     """Yield the image files of a .zip, sorted."""
     with zipfile.ZipFile(path) as archive:
-        found = [
-            (image, info)
-            for info in archive.infolist()
-            if not info.is_dir() and (image := member(info.filename, str(path))) is not None
-        ]
+        found = []
+        for info in archive.infolist():
+            if info.is_dir():
+                continue
+            if (image := member(info.filename, str(path))) is None:
+                count_left_out(info.filename, left_out)
+            else:
+                found.append((image, info))
         for image, info in sorted(found, key=lambda pair: pair[0]):
             data = archive.read(info)
             yield image, functools.partial(_same, data)
 
 
-def read_tar(path: Path) -> Iterator[tuple[Member, Read]]:
+def read_tar(path: Path, left_out: Counter[str]) -> Iterator[tuple[Member, Read]]:
     """Yield the image files of a .tar, compressed or not, in the archive's order."""
     with tarfile.open(path) as archive:
         while (info := archive.next()) is not None:
             archive.members.clear()  # type: ignore[attr-defined]  # tarfile keeps all of them
-            if info.isdir() or (image := member(info.name, str(path))) is None:
+            if info.isdir():
+                continue
+            if (image := member(info.name, str(path))) is None:
+                count_left_out(info.name, left_out)
                 continue
             if not info.isfile():
                 raise DataError(
@@ -184,10 +247,11 @@ def decode_files(path: Path, work: Path, *, quiet: bool) -> Decoded:
         DataError: names the archive and the member.
     """
     members: list[Member] = []
+    left_out: Counter[str] = Counter()
     shape: tuple[int, ...] | None = None
     scratch = work / "scratch"
     with scratch.open("wb") as file:
-        for image, pixels in _progress(_decoded(path), quiet):
+        for image, pixels in _progress(_decoded(path, left_out), quiet):
             if shape is not None and pixels.shape != shape:
                 raise DataError(
                     f"{path}: {image.path} has {_size(pixels.shape)} pixels, but {members[0].path} has "
@@ -197,11 +261,12 @@ def decode_files(path: Path, work: Path, *, quiet: bool) -> Decoded:
             shape = pixels.shape
             members.append(image)
             file.write(pixels.tobytes())
+    note = _note(left_out)
     if shape is None:
-        raise DataError(
-            f"{path}: no images found. Expected {_LAYOUT}, perhaps inside one folder. Check --data."
-        )
-    return _sorted(path, members, np.memmap(scratch, mode="r", dtype=np.uint8, shape=(len(members), *shape)))
+        what = f". {_EXPECTED}" if note is None else f"; {note}"
+        raise DataError(f"{path}: no images found{what} Check --data.")
+    images = np.memmap(scratch, mode="r", dtype=np.uint8, shape=(len(members), *shape))
+    return dataclasses.replace(_sorted(path, members, images), note=note)
 
 
 def _guarded(path: Path, members: Iterator[tuple[Member, Read]]) -> Iterator[tuple[Member, Read]]:
@@ -229,10 +294,10 @@ def _size(shape: tuple[int, ...]) -> str:
     return f"{shape[1]}x{shape[0]}"
 
 
-def _decoded(path: Path) -> Iterator[tuple[Member, np.ndarray]]:
+def _decoded(path: Path, left_out: Counter[str]) -> Iterator[tuple[Member, np.ndarray]]:
     """Yield each image with its pixels, uint8 (H, W, 3), decoded in threads, in the order of reading."""
     reader = read_folder if path.is_dir() else read_zip if path.name.lower().endswith(".zip") else read_tar
-    members = _guarded(path, reader(path))
+    members = _guarded(path, reader(path, left_out))
     threads = min(4, world.num_cores())
     waiting: deque[Future[list[tuple[Member, np.ndarray]]]] = deque()
     with ThreadPoolExecutor(threads) as pool:
@@ -255,12 +320,34 @@ def _decode(path: Path, image: Member, read: Read) -> np.ndarray:
     try:
         data = read()
         with Image.open(io.BytesIO(data)) as file:
-            return np.asarray(file.convert("RGB"))
+            return np.asarray(_rgb(file))
     except Exception as error:
         raise DataError(
             f"{path}: cannot decode {image.path} ({len(data):,} bytes): {error}. A data set with a hole "
             "would be another data set. Replace this image, or remove it."
         ) from error
+
+
+def _rgb(file: Any) -> Any:
+    """Return an open image of Pillow upright and in RGB, 8 bits a channel.
+
+    Cameras store how they were held (EXIF). Of 16 bits the upper eight are taken, as Pillow does for colours;
+    by itself it makes all values above 255 white.
+
+    Raises:
+        ValueError: the values have no range that is known.
+    """
+    from PIL import ImageOps
+
+    upright = ImageOps.exif_transpose(file)
+    # Older versions of Pillow open a grey PNG of 16 bits as 32 bits.
+    if upright.mode.startswith("I;16") or (upright.mode == "I" and file.format == "PNG"):
+        from PIL import Image
+
+        return Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8)).convert("RGB")
+    if upright.mode in ("I", "F"):
+        raise ValueError(f"it has 32 bits a pixel (mode {upright.mode}); save it with 8 or 16 bits")
+    return upright.convert("RGB")
 
 
 def _progress(items: Iterable[Any], quiet: bool) -> Iterable[Any]:
@@ -301,7 +388,7 @@ def _sorted(path: Path, members: list[Member], images: np.ndarray) -> Decoded:
         rows = sorted((i for i, image in enumerate(members) if image.split == split), key=members.__getitem__)
         labels = np.array([number[members[i].label] for i in rows], dtype=np.int64)
         splits.append(Rows(images, np.array(rows, dtype=np.int64), labels))
-    return Decoded(names, *splits)
+    return Decoded(names, train=splits[0], test=splits[1])
 
 
 def decode_npz(path: Path) -> Decoded:

@@ -61,7 +61,7 @@ class Prepared:
         spec: what all workers should open: for ``auto`` the source that it stands for on this machine.
         name: as in Source.
         directory: the cache directory, or None if the source has none.
-        note: as in Source.
+        note: what the user must be told about the choice of data, or about files that are left out.
     """
 
     spec: str
@@ -136,7 +136,9 @@ def open_source(spec: str, *, data_dir: Directory, cache_dir: Directory | None) 
         return _user_source(prepared.spec)
     else:
         train, test = cache.open_arrays(prepared.directory)
-    return Source(prepared.name, train, test, train.classes, prepared.note)
+    # What there is to say of the files of --data was said when they were prepared.
+    note = prepared.note if spec == "auto" else None
+    return Source(prepared.name, train, test, train.classes, note)
 
 
 def _prepare_path(spec: str, path: Path, cache_dir: Directory | None, quiet: bool) -> Prepared:
@@ -154,8 +156,13 @@ def _prepare_path(spec: str, path: Path, cache_dir: Directory | None, quiet: boo
     try:
         key = _key(state_of(path))
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}. Check its permissions.") from error
-    return Prepared(spec, name, cache.cached(_word(name), key, cache_dir, decode))
+        raise DataError(
+            f"cannot read {error.filename or path}: {error.strerror}. Without it this would be another data "
+            "set. Correct its permissions, or remove it (a link that leads nowhere, too)."
+        ) from error
+    directory = cache.cached(_word(name), key, cache_dir, decode)
+    note = cache.note(directory)
+    return Prepared(spec, name, directory, note and f"data {spec}: {note}")
 
 
 def _key(state: str) -> str:
@@ -256,10 +263,8 @@ def _decode_cifar10(data_dir: Path) -> Decoded:
             f"the CIFAR-10 files in {data_dir / _CIFAR10_FOLDER} are damaged: {error}. Remove that folder; "
             "it is downloaded again."
         ) from error
-    return Decoded(
-        tuple(train.classes),
-        *(Rows(split.data, np.arange(len(split.data)), np.array(split.targets)) for split in (train, test)),
-    )
+    rows = [Rows(split.data, np.arange(len(split.data)), np.array(split.targets)) for split in (train, test)]
+    return Decoded(tuple(train.classes), train=rows[0], test=rows[1])
 
 
 def _user_source(spec: str) -> Source:
