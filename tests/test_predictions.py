@@ -1,10 +1,12 @@
 import base64
 import io
+import tracemalloc
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import IterableDataset
 
 from evenstep import evaluate
 from evenstep.metrics import classification
@@ -41,6 +43,29 @@ def test_predictions_of_all_ranks_are_those_of_one_pass_in_the_order_of_the_data
         assert np.isclose(values["loss"], found.loss.astype(float).mean())
 
 
+class Stream(IterableDataset):
+    def __init__(self, items):
+        self.items = items
+
+    def __iter__(self):
+        return iter(self.items)
+
+
+def test_predictions_of_a_stream_are_in_its_order_too():
+    def recorded_stream(world):
+        torch.manual_seed(0)
+        recorder = Recorder()
+        test = [(image, 0 if i < 150 else i % 10) for i, (image, _) in enumerate(images(SAMPLES))]
+        evaluate(SmallNet(), Stream(test), recorder, chunk_size=20)
+        return recorder.gather(world, is_stream=True)
+
+    found = {n: run_ranks(recorded_stream, n) for n in (1, 2, 3)}
+    for every in found.values():
+        for each in every:
+            assert each.labels.tolist() == [0] * 150 + [i % 10 for i in range(150, SAMPLES)]
+            assert np.array_equal(each.loss, found[1][0].loss)
+
+
 def test_more_ranks_than_chunks():
     def few(world):
         recorder = Recorder()
@@ -71,6 +96,17 @@ def test_the_summary():
     assert [one["index"] for one in shown["wrong"]] == [3, 4, 1]  # of equal losses the first comes first
     assert shown["pairs"] == [[0, 1, 1], [1, 0, 1], [2, 0, 1]]
     assert shown["wrong"][0]["image"] is None
+
+
+def test_of_very_many_classes_no_matrix_is_made():
+    tracemalloc.start()
+    try:
+        shown = summary(predictions([0, 49_999, 49_999], [0, 7, 7]), step=1)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert shown["pairs"] == [[49_999, 7, 2]]
+    assert peak < 50e6  # 20 GB for each pair of classes; the names are 50,000
 
 
 def test_of_many_classes_only_the_largest_confusions():

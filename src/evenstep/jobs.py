@@ -16,7 +16,7 @@ from loguru import logger
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
-from torch.utils.data import Subset
+from torch.utils.data import IterableDataset, Subset
 
 from evenstep import checkpoint
 from evenstep.banner import Facts
@@ -136,7 +136,7 @@ def _shown(
     config: TrainConfig, source: Source, state: TrainState, recorder: Recorder
 ) -> dict[str, Any] | None:
     """Return what the report shows of the last evaluation, on rank 0. Collective: every rank must call."""
-    found = recorder.gather(state.world)
+    found = recorder.gather(state.world, is_stream=isinstance(source.test, IterableDataset))
     if found is None or not state.world.is_first:
         return None
     test = _test_set(config, source)

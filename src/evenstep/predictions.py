@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -68,20 +69,32 @@ class Recorder:
         self._chunks.append((batch[1].long(), predicted, confidence, values["loss"]))
         return values
 
-    def gather(self, world: World) -> Predictions | None:
+    def gather(self, world: World, *, is_stream: bool = False) -> Predictions | None:
         """Return the predictions of all ranks; None if nothing was evaluated. Collective.
 
-        Every rank evaluates consecutive chunks, so the ranks' parts in their order are the data set.
+        Args:
+            world: this process.
+            is_stream: whether the data are an iterable dataset, whose chunks the ranks evaluate in turn.
+                Of others every rank evaluates consecutive chunks (``data.chunks.eval_chunks``).
         """
         own = [torch.cat(column).cpu().numpy() for column in zip(*self._chunks, strict=True)]
-        ranks: list[Any] = [own]
+        sizes = [len(chunk[0]) for chunk in self._chunks]
+        ranks: list[Any] = [(sizes, own)]
         if world.world_size > 1:
             ranks = [None] * world.world_size
-            dist.all_gather_object(ranks, own)
-        filled = [rank for rank in ranks if rank]
-        if not filled:
+            dist.all_gather_object(ranks, (sizes, own))
+        found = [
+            (
+                (number, rank) if is_stream else (rank, number),
+                [column[end - size : end] for column in columns],
+            )
+            for rank, (sizes, columns) in enumerate(ranks)
+            for number, (size, end) in enumerate(zip(sizes, itertools.accumulate(sizes), strict=True))
+        ]
+        if not found:
             return None
-        return Predictions(*(np.concatenate(column) for column in zip(*filled, strict=True)))
+        chunks = [chunk for _, chunk in sorted(found, key=lambda pair: pair[0])]
+        return Predictions(*(np.concatenate(column) for column in zip(*chunks, strict=True)))
 
 
 def summary(
@@ -102,20 +115,21 @@ def summary(
     """
     num_classes = max(len(classes), int(max(found.labels.max(), found.predicted.max())) + 1)
     names = [*classes, *(str(number) for number in range(len(classes), num_classes))]
-    counts = np.bincount(found.labels * num_classes + found.predicted, minlength=num_classes**2)
     is_wrong = np.flatnonzero(found.labels != found.predicted)
+    # Not one number for each pair of classes: of 50,000 classes they would be 20 GB.
+    mistakes, times = np.unique(
+        np.stack([found.labels[is_wrong], found.predicted[is_wrong]]), axis=1, return_counts=True
+    )
     # A stable sort: of equal losses the sample that comes first in the data set is shown first.
     worst = is_wrong[np.argsort(-found.loss[is_wrong], kind="stable")[:NUM_WRONG]]
-    mistakes = counts.copy()
-    mistakes[:: num_classes + 1] = 0
-    order = np.argsort(-mistakes, kind="stable")[:NUM_PAIRS]
+    order = np.argsort(-times, kind="stable")[:NUM_PAIRS]
     return {
         "step": step,
         "samples": len(found.labels),
         "correct": len(found.labels) - len(is_wrong),
         "classes": names,
-        "confusion": counts.reshape(num_classes, -1).tolist() if num_classes <= MAX_CLASSES else None,
-        "pairs": [[*divmod(int(i), num_classes), int(mistakes[i])] for i in order if mistakes[i]],
+        "confusion": _confusion(found, num_classes) if num_classes <= MAX_CLASSES else None,
+        "pairs": [[*mistakes[:, i].tolist(), int(times[i])] for i in order],
         "wrong": [
             {
                 "index": int(i),
@@ -128,6 +142,12 @@ def summary(
             for i in worst
         ],
     }
+
+
+def _confusion(found: Predictions, num_classes: int) -> list[list[int]]:
+    counts = np.bincount(found.labels * num_classes + found.predicted, minlength=num_classes**2)
+    rows: list[list[int]] = counts.reshape(num_classes, -1).tolist()
+    return rows
 
 
 def png_uri(image: np.ndarray) -> str | None:
