@@ -139,6 +139,23 @@ def test_files_that_cannot_be_read_or_are_left_out_are_named(where, tmp_path, ca
         prepare(str(folder), **where)
 
 
+def test_names_that_are_not_in_utf_8(where, tmp_path):
+    folder = tmp_path / "set"
+    for name in ("train", "test"):
+        path = os.fsencode(folder / name) + b"/caf\xe9"
+        try:
+            os.makedirs(path)
+        except OSError:
+            pytest.skip("this file system takes only names in UTF-8")
+        Image.fromarray(np.zeros((4, 4, 3), np.uint8)).save(os.fsdecode(path + b"/\xe9.png"))
+    for _ in range(2):
+        assert [os.fsencode(name) for name in open_source(str(folder), **where).classes] == [b"caf\xe9"]
+    link = os.fsencode(tmp_path) + b"/\xe9"
+    os.symlink(os.fsencode(folder), link)
+    with pytest.raises(ConfigError, match="is not in UTF-8, so no config file can hold it"):
+        prepare(os.fsdecode(link), **where)
+
+
 def test_opening_a_warm_cache_imports_neither_torch_nor_pillow(where, archive):
     prepare(str(archive), **where)
     code = f"""

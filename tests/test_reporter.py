@@ -9,6 +9,7 @@ import pytest
 import torch
 from loguru import logger
 
+from evenstep import report
 from evenstep.banner import Facts, banner, final_line, group_lines
 from evenstep.errors import MachineError
 from evenstep.flat import from_flat, read_toml
@@ -219,6 +220,15 @@ def test_a_resumed_run_drops_the_lines_it_does_again_and_a_line_cut_off(tmp_path
     assert [line["step"] for line in lines_of(path)] == [10, 20, 25]
     assert lines_of(path)[-1]["loss"] is None
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_damaged_line_is_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"kind": "train", "step": 1}\n{"kind\xff: "train"}\n{"kind": "train", "step": 2}\n')
+    assert [line["step"] for line in report.collect(tmp_path)["starts"]] == []
+    assert report.collect(tmp_path)["train"]["step"] == [1, 2]
+    MetricsFile(path, 5).close()
+    assert [line["step"] for line in lines_of(path)] == [1, 2]
 
 
 def test_a_run_that_was_cut_off_after_a_step_reports_that_one_again_and_goes_on_from_it(tmp_path):

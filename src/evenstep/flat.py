@@ -111,6 +111,10 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read the config file {path}: {error.strerror}. Check --config.") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}. Correct it, or leave out --config.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path} is not in UTF-8, as TOML must be: {error.reason} at byte {error.start}. Save it so."
+        ) from None
     for key, value in values.items():
         if isinstance(value, dict):
             raise ConfigError(

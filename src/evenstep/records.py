@@ -76,7 +76,8 @@ class MetricsFile:
 
     def __init__(self, path: Path, start_step: int, repeats: int = 0) -> None:
         kept = []
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        # A byte that a damaged disk has changed spoils its own line, not the run.
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 found = json.loads(line)
                 # A start is not done again.

@@ -181,11 +181,11 @@ def _mtime(path: Path) -> float | None:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    with contextlib.suppress(OSError), path.open(encoding="utf-8") as file:
+    with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             with contextlib.suppress(ValueError):  # cut off by a crash, or still being written
                 value = json.loads(line)
-                if isinstance(value, dict) and {"kind", "step"} <= value.keys():
+                if isinstance(value, dict) and "kind" in value and isinstance(value.get("step"), int):
                     yield value
 
 

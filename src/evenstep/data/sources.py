@@ -148,6 +148,13 @@ def _prepare_path(spec: str, path: Path, cache_dir: Directory | None, quiet: boo
             f"data {spec!r} is a file with an unknown ending. Give --data a folder, an .npz file, or an "
             f"archive that ends in one of {', '.join(ARCHIVE_ENDINGS)}."
         )
+    try:
+        spec.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"the path of the data {spec!r} is not in UTF-8, so no config file can hold it. Rename it, or "
+            "give a link to it."
+        ) from None
     name = path.resolve().name.removesuffix(ending)
 
     def decode(work: Path) -> Decoded:
@@ -166,7 +173,8 @@ def _prepare_path(spec: str, path: Path, cache_dir: Directory | None, quiet: boo
 
 
 def _key(state: str) -> str:
-    return hashlib.sha256(f"{FORMAT}\n{state}".encode()).hexdigest()
+    # Names of files are bytes; what of them is no UTF-8 Python has as surrogates.
+    return hashlib.sha256(f"{FORMAT}\n{state}".encode(errors="surrogateescape")).hexdigest()
 
 
 def _word(name: str) -> str:
