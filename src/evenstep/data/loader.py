@@ -38,7 +38,7 @@ from evenstep.world import World, current, share
 
 
 class Position(Protocol):
-    """Where a run stands; a TrainState is one."""
+    """Where a run stands; a TrainState is one, whose ``start`` counts batches."""
 
     @property
     def step(self) -> int:
@@ -144,7 +144,7 @@ class Loader:
         Args:
             position: where to start: has ``step``, ``epoch`` and ``epoch_step``, as a TrainState has.
             epochs: how many epochs the whole run has; None for no end.
-            steps: the step to stop at; None for no such stop.
+            steps: the step to stop at; None for no such stop. Where a batch has several steps, batches count.
 
         Raises:
             ConfigError: the position is outside the epoch: another data set or batch size; or the ranks do
