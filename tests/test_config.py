@@ -1,4 +1,6 @@
+import math
 import re
+from typing import get_type_hints
 
 import pytest
 
@@ -26,7 +28,32 @@ from evenstep.flat import check_values, field_groups, from_flat, read_toml, to_f
         (lambda: OptimConfig(batch_size=0), "batch_size is 0; it must be above 0. Use --batch-size"),
         (lambda: OptimConfig(label_smoothing=1.0), "below 1, for example --label-smoothing 0.1"),
         (lambda: OptimConfig(ema_decay=1.0), "between 0 and 1, for example --ema-decay 0.999"),
-        (lambda: ProcessConfig(hang_after=-1.0), "hang_after is -1.0; it must be 0 or more seconds, such as"),
+        (
+            lambda: ProcessConfig(hang_after=-1.0),
+            "hang_after is -1.0; it must be at least 0 and below 31,536,000, ",
+        ),
+        (
+            lambda: ProcessConfig(hang_after=-1.0),
+            "for example --hang-after 60, or --hang-after 0 for no report.",
+        ),
+        (
+            lambda: ProcessConfig(timeout_s=1e12),
+            "timeout_s is 1000000000000.0; it must be at least 0 and below 31,",
+        ),
+        (lambda: ProcessConfig(stop_grace_s=1e12), "for example --stop-grace-s 30."),
+        (
+            lambda: OptimConfig(momentum=-1.0),
+            "momentum is -1.0; it must be at least 0 and below 1, for example",
+        ),
+        (
+            lambda: OptimConfig(momentum=1.0),
+            "momentum is 1.0; it must be at least 0 and below 1, for example",
+        ),
+        (lambda: OptimConfig(weight_decay=-1.0), "weight_decay is -1.0; it must be at least 0, for example"),
+        (
+            lambda: OptimConfig(warmup_epochs=-3.0),
+            "warmup_epochs is -3.0; it must be at least 0, for example",
+        ),
         (lambda: OutputConfig(log_every=0), "log_every is 0; it must be above 0. Use --log-every"),
         (
             lambda: TrainConfig(process=ProcessConfig(nproc=4, lanes=2)),
@@ -42,6 +69,21 @@ from evenstep.flat import check_values, field_groups, from_flat, read_toml, to_f
 def test_a_value_that_cannot_be_is_refused(make, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         make()
+
+
+FLOATS = [
+    key
+    for key, group in field_groups().items()
+    if "float" in str(get_type_hints(get_type_hints(TrainConfig)[group])[key])
+]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("key", FLOATS)
+def test_no_option_takes_what_is_no_finite_number(key, value):
+    assert "lr" in FLOATS
+    with pytest.raises(ConfigError, match=f"^{key} is {value}"):
+        from_flat({key: value})
 
 
 @pytest.mark.parametrize(
@@ -95,6 +137,13 @@ def test_a_broken_file_is_refused(tmp_path, text, message):
     path = tmp_path / "run.toml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=re.escape(message)):
+        read_toml(path)
+
+
+def test_a_file_in_another_encoding_is_refused(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_bytes("# für\nlr = 1\n".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"run.toml is not in UTF-8, .*at byte 3. Save it so"):
         read_toml(path)
 
 

@@ -10,11 +10,13 @@ import subprocess
 import sys
 import textwrap
 import types
+import typing
 from pathlib import Path
 
 import pytest
 
 from evenstep import devices, options, world
+from evenstep.config import OptimConfig
 from evenstep.devices import GpuProcess, GpuUse
 from evenstep.doctor import code as code_checks
 from evenstep.doctor import examine as doctor
@@ -308,6 +310,14 @@ def test_sizes_for_people():
 
 
 # The user's code.
+
+
+def test_every_optimizer_of_training_can_be_examined():
+    hints = typing.get_type_hints
+    names = typing.get_args(hints(OptimConfig)["optimizer"])
+    assert typing.get_args(hints(DoctorOptions)["optimizer"]) == names
+    sizes = {name: code_checks.check_model("net", name)[1] for name in names}
+    assert sizes["sgd"] == sizes["muon"] < sizes["adam"] == sizes["adamw"]
 
 
 def test_models():

@@ -8,6 +8,7 @@ is settled in options.py, and which options need which in needs.py. Nothing here
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,10 +20,36 @@ SOURCES = ("auto", "cifar10", "digits")
 CROSS_ENTROPY = "cross_entropy"
 
 
+LONGEST_S = 365 * 24 * 3600.0
+"""No time to wait is longer: clocks of 64 bits of nanoseconds overflow, and an infinite one is no time."""
+
+
 def _positive(name: str, value: float | None) -> None:
-    if value is not None and value <= 0:
+    if value is None:
+        return
+    _finite(name, value)
+    if value <= 0:
         raise ConfigError(
             f"{name} is {value}; it must be above 0. Use --{name.replace('_', '-')} with a larger value."
+        )
+
+
+def _finite(name: str, value: float) -> None:
+    # nan compares as neither too small nor too large.
+    if not math.isfinite(value):
+        raise ConfigError(
+            f"{name} is {value}; it must be a finite number. Use --{name.replace('_', '-')} with a number, "
+            "or leave it out for the default."
+        )
+
+
+def _within(name: str, value: float, least: float, below: float, example: str) -> None:
+    _finite(name, value)
+    if not least <= value < below:
+        limit = "" if below == math.inf else f" and below {below:,.16g}"
+        raise ConfigError(
+            f"{name} is {value}; it must be at least {least:g}{limit}, for example "
+            f"--{name.replace('_', '-')} {example}."
         )
 
 
@@ -96,11 +123,9 @@ class ProcessConfig:
         _positive("timeout_s", self.timeout_s)
         _positive("nproc_min", self.nproc_min)
         _positive("stop_grace_s", self.stop_grace_s)
-        if self.hang_after < 0:
-            raise ConfigError(
-                f"hang_after is {self.hang_after}; it must be 0 or more seconds, such as --hang-after 60, or "
-                "--hang-after 0 for no report."
-            )
+        _within("timeout_s", self.timeout_s, 0, LONGEST_S, "300")
+        _within("stop_grace_s", self.stop_grace_s, 0, LONGEST_S, "30")
+        _within("hang_after", self.hang_after, 0, LONGEST_S, "60, or --hang-after 0 for no report")
         if self.max_restarts < 0:
             raise ConfigError(
                 f"max_restarts is {self.max_restarts}; it must be 0 or more, such as --max-restarts 3, or "
@@ -227,6 +252,9 @@ class OptimConfig:
             "clip_norm",
         ):
             _positive(name, getattr(self, name))
+        _within("momentum", self.momentum, 0, 1, "0.9")
+        _within("weight_decay", self.weight_decay, 0, math.inf, "0.0005")
+        _within("warmup_epochs", self.warmup_epochs, 0, math.inf, "5")
         if not 0 <= self.label_smoothing < 1:
             raise ConfigError(
                 f"label_smoothing is {self.label_smoothing}; it must be at least 0 and below 1, for example "

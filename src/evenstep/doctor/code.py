@@ -16,7 +16,7 @@ from evenstep.doctor.machine import Check, size
 from evenstep.errors import EvenstepError
 
 # Copies of the weights that an optimizer keeps, by its name.
-_OPTIMIZER_COPIES = {"sgd": 1, "adam": 2, "adamw": 2}
+_OPTIMIZER_COPIES = {"sgd": 1, "adam": 2, "adamw": 2, "muon": 1}
 _STARTS_PROCESSES = ("spawn", "forkserver")
 
 

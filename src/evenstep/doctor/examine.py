@@ -52,7 +52,7 @@ class DoctorOptions:
     """Samples per optimizer step, as for evenstep train."""
     model: str = "net"
     """net, resnet9, or module:callable."""
-    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
+    optimizer: Literal["sgd", "adam", "adamw", "muon"] = "sgd"
     """Optimizer: its state is part of a checkpoint."""
     data: str | None = None
     """module:callable, to have it opened and pickled."""
