@@ -204,7 +204,7 @@ def test_a_loop_that_only_looks_at_batches_moves_nothing():
     progress.number = 0
     for step in range(3):
         progress.handed_out(batch_of(step))
-        together.asked(step)
+        progress.asked()
     progress.handed_out(batch_of(3))
     assert progress.progress_values(cut_off=True)["again"] is None
     assert progress.progress_values(cut_off=False)["position"]["batch"] == 0
@@ -223,7 +223,7 @@ def test_two_loops_in_step_are_over_together():
     for progress, batch in zip(both, batches, strict=True):
         progress.count_step(batch, torch.zeros((), dtype=torch.float64), 0.1, None)
     assert [p.progress_values(cut_off=True)["again"]["step"] for p in both] == [3, 3]
-    together.asked(3)  # by the first loop; the second has not asked yet
+    both[0].asked()  # the second loop has not asked yet
     assert not together.in_body
     for progress in both:
         taken = Progress(torch.device("cpu"), Together())
@@ -231,3 +231,19 @@ def test_two_loops_in_step_are_over_together():
         assert taken.start == Position(4, 1, 0)
         assert taken.replayed(batch_of(4)) is None
     assert together.total == 2
+
+
+def test_a_loop_inside_of_anothers_body_does_not_end_that():
+    together = Together()
+    outer, inner = both = [Progress(torch.device("cpu"), together) for _ in range(2)]
+    for number, progress in enumerate(both):
+        together.add(progress)
+        progress.number = number
+    outer.handed_out(batch_of(0))
+    for step in range(3):
+        batch = batch_of(step)
+        inner.handed_out(batch)
+        inner.count_step(batch, torch.zeros((), dtype=torch.float64), 0.1, None)
+        inner.asked()
+    assert outer.progress_values(cut_off=True)["again"]["step"] == 0
+    assert inner.progress_values(cut_off=True)["again"] is None

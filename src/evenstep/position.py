@@ -151,11 +151,26 @@ class Progress:
         hand = _Hand(Position.of(batch), Position.after(batch), self._together.num_turns)
         self._place = (self._place[0], hand)
 
-    def body_over(self, step: int) -> None:
-        """The loop has done all with a batch, if it is the one with this number."""
+    def asked(self) -> None:
+        """The loop over this state's batches asks for the next one, so it has done all with what it has.
+
+        A loop over the batches of two states at once asks for both, one after the other: it has done all
+        with both then. A loop inside of another one's body has not.
+        """
         hand = self._place[1]
-        if hand is not None and hand.place.step == step:
-            self._place = (self._next(), None)
+        if hand is None:
+            return
+        for other in self._together.living():
+            if other is not None and other is not self:
+                other.over_with(hand.place.step, hand.turns)
+        self._place = (self._next(), None)
+
+    def over_with(self, step: int, turns: int) -> None:
+        """The loop has done all with a batch, if this state's was handed out together with it and is used."""
+        place, hand = self._place
+        together = hand is not None and (hand.place.step, hand.turns) == (step, turns)
+        if together and hand is not None and place.step == hand.after.step:
+            self._place = (place, None)
 
     def _next(self) -> Position:
         """Return the batch that follows the one in hand; not if nobody has done a step with that."""

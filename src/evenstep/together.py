@@ -56,18 +56,6 @@ class Together:
         self._batch = weakref.ref(batch)
         self.num_turns += 1
 
-    def asked(self, step: int) -> None:
-        """The loop asks for the next batch, so it has done all with the one that it has.
-
-        Loops over two data sets at once ask for two batches, one after the other: both bodies are over then.
-
-        Args:
-            step: the number of the batch that it has.
-        """
-        for state in self.living():
-            if state is not None:
-                state.body_over(step)
-
     @property
     def in_body(self) -> bool:
         """Whether a loop has a batch with which it may not have done all."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from evenstep import seeding
@@ -156,7 +156,7 @@ class Loader:
         self._is_shared = hasattr(position, "start")
         # A TrainState says itself where to begin: after a restart with the batch in hand. And it is told of
         # each batch, and when the loop has done all with it.
-        handed_out = getattr(position, "handed_out", _untold)
+        told = position if hasattr(position, "handed_out") else None
         position = getattr(position, "start", position)
         step, epoch, epoch_step = position.step, position.epoch, position.epoch_step
         if self.num_samples is None:
@@ -164,7 +164,7 @@ class Loader:
         else:
             self._check_position(epoch, epoch_step)
             generator = self._sized_batches(step, epoch, epoch_step, epochs, steps)
-        shown = _shown(generator, self.world, handed_out)
+        shown = _shown(generator, self.world, told)
         self._open.add(shown)
         return shown
 
@@ -293,21 +293,18 @@ class Loader:
             epoch, epoch_step = epoch + 1, 0
 
 
-def _untold(batch: Batch) -> None:
-    """Do nothing: the position is no TrainState."""
-
-
-def _shown(batches: Any, world: World, handed_out: Callable[[Batch], None]) -> Iterator[Batch]:
+def _shown(batches: Any, world: World, told: Any) -> Iterator[Batch]:
     """Yield the batches, and show in the heartbeat when the loop waits for one."""
     with contextlib.closing(batches):
         now(world, Activity.DATA)
         for batch in batches:
             now(world, Activity.USER)
             seeding.seed_loop(world.seed, batch.step, world.device)
-            step = batch.step
-            handed_out(batch)
+            if told is not None:
+                told.handed_out(batch)
             yield batch
-            world.together.asked(step)
+            if told is not None:
+                told.asked()
             now(world, Activity.DATA)
     now(world, Activity.USER)
 
