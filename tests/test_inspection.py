@@ -76,6 +76,19 @@ def test_verify_names_damaged_files_and_gives_4(tmp_path, capsys):
     assert run("verify", good) == 0
 
 
+@pytest.mark.parametrize("name", ["step-lr", "step-00000007"])
+def test_a_run_that_is_called_as_checkpoints_are_is_a_run(tmp_path, capsys, name):
+    path = save(tmp_path / name, 10)
+    assert run("verify", tmp_path / name) == 0
+    assert capsys.readouterr().out == f"{path}: ok\n"
+    assert run("export", tmp_path / name, "--output", tmp_path / "weights.pt") == 0
+    (path / "manifest.json").unlink()  # a checkpoint without it is still one
+    assert run("verify", path) == 4
+    assert capsys.readouterr().out.splitlines()[-1] == f"{path}: damaged"
+    assert run("verify", tmp_path / "step-none") == 4
+    assert "the run directory" in capsys.readouterr().err
+
+
 def test_export_gives_a_plain_state_dict(tmp_path, capsys):
     model = Tied()
     path = checkpoint.save(

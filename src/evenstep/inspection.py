@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -99,7 +100,11 @@ def _parse(argv: Sequence[str]) -> _Asked:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    return path.name.startswith("step-") or (path / "manifest.json").is_file()
+    """Whether a directory is a checkpoint, perhaps a damaged one, and not a run: a run may have any name."""
+    if (path / "checkpoints").is_dir():
+        return False
+    is_named = re.fullmatch(r"step-\d{8,}(\.replaced)?", path.name) is not None
+    return is_named or (path / "manifest.json").is_file()
 
 
 def _infos(run_dir: Path) -> list[CheckpointInfo]:
