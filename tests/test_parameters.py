@@ -252,6 +252,27 @@ def buffers_of_all_dtypes(world):
     return found, [buffer.tolist() for buffer in model.buffers()]
 
 
+class Cached(nn.Module):
+    """Has a table that its first forward pass makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 3)
+        self.register_buffer("table", None, persistent=False)
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = torch.arange(WIDTH).float()
+        return self.linear(x * self.table)
+
+
+def a_table_that_one_rank_has_cached_before(world):
+    model = Cached()
+    if world.rank == world.world_size - 1:
+        model(torch.zeros(1, WIDTH))
+    return train(model)
+
+
 CASES = [
     a_model_called_by_closure,
     methods_of_the_model,
@@ -270,6 +291,7 @@ CASES = [
     a_layer_that_the_loss_puts_into_training_mode,
     complex_parameters,
     buffers_of_all_dtypes,
+    a_table_that_one_rank_has_cached_before,
 ]
 
 

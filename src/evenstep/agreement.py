@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from evenstep.errors import ConfigError
 from evenstep.precision import PRECISIONS
@@ -22,7 +22,9 @@ _VERY_LONG = datetime.timedelta(days=365)
 def check_same_model(module: nn.Module, world: World) -> None:
     """Raise ConfigError if the processes have built different models. Collective: every rank must call.
 
-    torch DDP finds some of these differences, and says that a rank has inconsistent parameters.
+    torch DDP finds some of these differences, and says that a rank has inconsistent parameters. Buffers that
+    no checkpoint keeps (``persistent=False``) may differ: an evaluation before may have cached a table in
+    them, on the ranks that had something to evaluate.
 
     Args:
         module: the model.
@@ -36,6 +38,22 @@ def check_same_model(module: nn.Module, world: World) -> None:
     everybody = _unless_equal(int.from_bytes(digest[:7], "little"), mine, world)
     if everybody is not None:
         raise _different(everybody)
+
+
+def shared_tensors(module: nn.Module, world: World) -> list[Tensor]:
+    """Return what parameters and buffers all processes have, in one order. Collective: every rank must call.
+
+    Args:
+        module: the model, which has passed ``check_same_model``.
+        world: this process.
+    """
+    caches = _caches(module)
+    mine = list(caches)
+    digest = hashlib.sha256("\n".join(mine).encode()).digest()
+    everybody = _unless_equal(int.from_bytes(digest[:7], "little"), mine, world)
+    common = set(mine).intersection(*(everybody or [mine]))
+    missing = {id(caches[line]) for line in caches if line not in common}
+    return [*module.parameters(), *(b for b in module.buffers() if id(b) not in missing)]
 
 
 def check_same_precision(precision: str, reason: str, world: World) -> None:
@@ -83,7 +101,19 @@ def _described(module: nn.Module) -> list[str]:
         f"{name} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ', frozen'}"
         for name, p in module.named_parameters()
     ]
-    return [*lines, *(f"{name} {tuple(b.shape)} {b.dtype}" for name, b in module.named_buffers())]
+    caches = {id(b) for b in _caches(module).values()}
+    kept = [(name, b) for name, b in module.named_buffers() if id(b) not in caches]
+    return [*lines, *(f"{name} {tuple(b.shape)} {b.dtype}" for name, b in kept)]
+
+
+def _caches(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that no checkpoint keeps, by a line for each."""
+    return {
+        f"{prefix}.{name} {tuple(b.shape)} {b.dtype}": b
+        for prefix, layer in module.named_modules()
+        for name, b in layer._buffers.items()
+        if b is not None and name in layer._non_persistent_buffers_set
+    }
 
 
 def _different(everybody: Sequence[Sequence[str]]) -> ConfigError:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from evenstep.agreement import check_same_model
+from evenstep.agreement import check_same_model, shared_tensors
 from evenstep.collectives import Exchange, reduce_nodes
 from evenstep.data.batch import Batch, LaneBatch
 from evenstep.errors import ConfigError
@@ -72,7 +72,7 @@ class GlobalLanes:
         self._is_open = False
         if world.world_size > 1:
             check_same_model(module, world)
-            take_over_from_rank_0(module)
+            take_over_from_rank_0(shared_tensors(module, world))
 
     def close(self) -> None:
         """Do nothing: no thread outlives a step."""

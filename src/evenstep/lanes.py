@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from evenstep.agreement import check_same_model
+from evenstep.agreement import check_same_model, shared_tensors
 from evenstep.collectives import CommunicationThread, Exchange, reduce_nodes
 from evenstep.data.batch import Batch
 from evenstep.errors import ConfigError
@@ -81,7 +81,7 @@ class Lanes:
         self._waited_s, self._num_steps = 0.0, 0
         if world.world_size > 1:
             check_same_model(module, world)
-            take_over_from_rank_0(module)
+            take_over_from_rank_0(shared_tensors(module, world))
         self._wrap()
 
     def _wrap(self) -> None:

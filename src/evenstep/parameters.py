@@ -157,12 +157,12 @@ def in_pieces(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
     return iter(pieces)
 
 
-def take_over_from_rank_0(module: nn.Module) -> None:
-    """Make rank 0's parameters and buffers everybody's, as DDP does. Collective: every rank must call.
+def take_over_from_rank_0(tensors: Sequence[Tensor]) -> None:
+    """Make rank 0's values everybody's, as DDP does. Collective: every rank must call, with the same tensors.
 
     They travel as bytes, because not every backend knows every dtype (gloo: no int16).
     """
-    tensors = [t.detach() for t in (*module.parameters(), *module.buffers())]
+    tensors = [t.detach() for t in tensors]
     for piece in in_pieces(tensors):
         parts = [tensors[i] for i in piece]
         sent = torch.cat([t.reshape(-1) for t in parts])
