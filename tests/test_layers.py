@@ -38,6 +38,7 @@ LAYERS = {
         *(
             "agreement",
             "lanes",
+            "wrapping",
             "handover",
             "globalnorm",
             "globallanes",

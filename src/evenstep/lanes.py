@@ -4,7 +4,7 @@ A process runs its lanes one after the other. The gradients of all but the last 
 along the tree (tree.py). The last lane's backward pass runs through torch's DistributedDataParallel, whose
 communication hook adds what was taken away and hands each bucket to the ordered sum (collectives.py) while
 backward goes on. What DDP takes for its module's forward pass is the whole call of the loss function
-(``_Whole``): so that one gets the model itself, and may use it in any way, whatever the number of processes.
+(wrapping.py): so that one gets the model itself, and may use it in any way, whatever the number of processes.
 
 DDP is left out where there is nothing to communicate (one process), and where it asks for more than the lanes
 do: with parameters that may be unused it must know of each pass which ones it uses, and it has no complex
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +31,6 @@ from torch.nn.parallel import DistributedDataParallel
 from evenstep.agreement import check_same_model, shared_tensors
 from evenstep.collectives import CommunicationThread, Exchange, reduce_nodes
 from evenstep.data.batch import Batch
-from evenstep.errors import ConfigError
 from evenstep.heartbeat import Activity, now
 from evenstep.parameters import Parameters, take_over_from_rank_0
 from evenstep.passes import (
@@ -49,6 +47,7 @@ from evenstep.seeding import seed_step
 from evenstep.staging import Staging
 from evenstep.tree import fold, merges_after_lane
 from evenstep.world import World
+from evenstep.wrapping import check_layers, wrapped
 
 _LOSS, _COUNT, _STOP, _OTHERS, _HIDDEN = range(5)
 _NUM_TOTALS = 5
@@ -66,7 +65,7 @@ class Lanes:
         self._allow_unused = unused_parameters == "allow"
         self._parameters = Parameters(module)
         if world.mode == "exact":
-            _check_layers(module)
+            check_layers(module)
         self._staging = Staging(module)
         world.staged.add(self._staging)
         self._merges = merges_after_lane(world.own_lanes, world.lanes)
@@ -94,9 +93,8 @@ class Lanes:
         if not self._direct and self._thread is None:
             self._thread = CommunicationThread(self._device)
             weakref.finalize(self, self._thread.end).atexit = False
-        self._ddp = _wrapped(self._module, self._device)
-        if self._exact:
-            self._ddp.register_comm_hook(None, _weakly(self._hook))
+        hook = self._hook if self._exact else None
+        self._ddp = wrapped(self._module, self._device, hook)
 
     def close(self) -> None:
         """End the communication thread."""
@@ -372,63 +370,9 @@ class Lanes:
         return self._thread.submit(functools.partial(_reduced, [*nodes, buffer], self._exchange, buffer))
 
 
-def _weakly(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook for DDP that does not keep the method's object alive.
-
-    DDP keeps a hook in C++, where Python cannot see that both hold each other, and would never free them.
-    """
-    method = weakref.WeakMethod(hook)
-
-    # DDP checks the annotations of a hook, and cannot read them where they are strings: so there are none.
-    def called(state, bucket):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
-        alive = method()
-        assert alive is not None, "a backward pass of lanes that have been dropped"
-        return alive(state, bucket)
-
-    return called
-
-
 def _reduced(nodes: Sequence[Tensor], exchange: Exchange, out: Tensor) -> Tensor:
     reduce_nodes(nodes, exchange, out)
     return out
-
-
-def _check_layers(module: nn.Module) -> None:
-    for name, layer in module.named_modules():
-        if isinstance(layer, nn.SyncBatchNorm):
-            raise ConfigError(
-                f"the layer {name!r} is a torch.nn.SyncBatchNorm, which adds up its statistics in an order "
-                "that depends on the number of processes, and would wait for ever where one of them has more "
-                "lanes than another. Pass --batchnorm global: then it has its statistics over the global "
-                "batch with the same bits everywhere. Or use torch.nn.BatchNorm1d, 2d or 3d, where each lane "
-                "normalises with its own samples. For torch's layer, which needs GPUs, pass --mode fast."
-            )
-
-
-class _Whole(nn.Module):
-    """Holds the model for DDP, whose forward pass is then whatever it is called with."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, run: Callable[[], Any]) -> Any:
-        return run()
-
-
-def _wrapped(module: nn.Module, device: torch.device) -> DistributedDataParallel:
-    # torch 2.14 renamed broadcast_buffers. Ours are staged, so DDP must not touch them.
-    name = "forward_sync_buffers"
-    if name not in inspect.signature(DistributedDataParallel.__init__).parameters:
-        name = "broadcast_buffers"
-    options: dict[str, Any] = {name: False}
-    return DistributedDataParallel(
-        _Whole(module),
-        device_ids=[device] if device.type == "cuda" else None,
-        init_sync=False,  # not for every dtype: take_over_from_rank_0
-        gradient_as_bucket_view=True,
-        **options,
-    )
 
 
 def naive_gradients(
