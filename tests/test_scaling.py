@@ -159,9 +159,7 @@ def test_the_wait_for_the_last_process_is_fitted_to_a_calibration(scaling):
 def test_a_calibration_measures_all_ranks(scaling):
     import loopback
 
-    ranks = evenstep.launch(
-        loopback.measure, (4096,), 2, nproc=2, threads=1, device="cpu", all_values=True
-    )
+    ranks = evenstep.launch(loopback.measure, (4096,), 2, nproc=2, threads=1, device="cpu", all_values=True)
     assert len(ranks) == 2
     for sums, alone, together in ranks:
         assert {way: len(samples) for way, samples in sums[4096].items()} == dict.fromkeys(loopback.WAYS, 2)
