@@ -26,8 +26,8 @@ same key in the run directory's `config.toml`. A flag wins over the file, the fi
 (with `--resume`), that over the default. `evenstep config show` takes the flags of `evenstep train` and shows
 every option with its value and where the value comes from; with `--toml` it prints a file for `--config`.
 
-An option that would do nothing beside the others is an error: `--flip alternate` without `--augment`, `--lr-decay`
-with another schedule than `step`. Where a flag takes its meaning from what a recipe or a file says
+An option that would do nothing beside the others is an error: `--flip alternate` without `--augment`,
+`--lr-decay` with another schedule than `step`. Where a flag takes its meaning from what a recipe or a file says
 (`--recipe fast --no-augment`), that is left out, and the first lines say so.
 """
 

@@ -72,10 +72,11 @@ def make_optimizer(
     groups = _groups(model, weight_decay, orthogonal=_hidden_weights(model) if is_muon else ())
     learning_rate = DEFAULT_LR[name] if lr is None else lr
     # Neither fused nor foreach is asked for. torch then takes foreach on accelerators and a plain loop on the
-    # CPU, which has the same bits, and where foreach is no faster (a step of net on one core, measured once, by
-    # hand: 97 us both with sgd, 340 and 325 with adam). fused would take 56 and 125 us, below 0.2% of a
-    # training step of net, but its CPU kernels give wrong results without an error where a gradient or a state has other strides than
-    # its parameter (torch 2.14), and sgd's skip bfloat16 weights (pytorch issue 191763).
+    # CPU, which has the same bits, and where foreach is no faster (a step of net on one core, measured once,
+    # by hand: 97 us both with sgd, 340 and 325 with adam). fused would take 56 and 125 us, below 0.2% of a
+    # training step of net, but its CPU kernels give wrong results without an error where a gradient or a
+    # state has other strides than its parameter (torch 2.14), and sgd's skip bfloat16 weights (pytorch issue
+    # 191763).
     if is_muon:
         rest = DEFAULT_LR["sgd"] if lr_rest is None else lr_rest
         groups = [{**group, "lr": learning_rate if group.get("orthogonal") else rest} for group in groups]
@@ -285,8 +286,8 @@ def check_groups(optimizer: optim.Optimizer, number: int) -> None:
     if len(optimizer.param_groups) != number:
         raise ConfigError(
             f"the optimizer had {number} groups of parameters when its TrainState was made, and has "
-            f"{len(optimizer.param_groups)} now: a group that comes later has no place in the schedule, and a "
-            "run that goes on after a death or with --resume would not find it. Make all groups before the "
+            f"{len(optimizer.param_groups)} now: a group that comes later has no place in the schedule, and "
+            "a run that goes on after a death or with --resume would not find it. Make all groups before the "
             "TrainState; freeze the parameters of a group that is to come in later, with "
             "requires_grad_(False)."
         )
