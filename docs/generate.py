@@ -27,8 +27,8 @@ same key in the run directory's `config.toml`. A flag wins over the file, the fi
 every option with its value and where the value comes from; with `--toml` it prints a file for `--config`.
 
 An option that would do nothing beside the others is an error: `--flip alternate` without `--augment`,
-`--lr-decay` with another schedule than `step`. Where a flag takes its meaning from what a recipe or a file says
-(`--recipe fast --no-augment`), that is left out, and the first lines say so.
+`--lr-decay` with another schedule than `step`. Where a flag takes its meaning from what a recipe or a file
+says (`--recipe fast --no-augment`), that is left out, and the first lines say so.
 """
 
 
