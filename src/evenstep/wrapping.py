@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel around a whole call of the loss function.
+"""torch's DistributedDataParallel around a call of the loss function.
 
 DDP prepares the sums of a backward pass in its forward pass, so all that leads to a gradient has to happen
 in there. What it wraps is therefore a module whose forward pass is the function that it is called with: the
