@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from evenstep import seeding
@@ -35,6 +35,8 @@ from evenstep.data.shards import ShardedStream, has_shards, sharded_epoch
 from evenstep.errors import ConfigError
 from evenstep.heartbeat import Activity, now
 from evenstep.world import World, current, share
+
+_Check = Callable[[str], None]
 
 
 class Position(Protocol):
@@ -74,7 +76,8 @@ class Loader:
 
     Before each item is read, the random states of Python, numpy and torch are seeded from (seed, epoch,
     sample), and put back after it: a random transform has the same bits with any number of processes and
-    workers.
+    workers. Where a TrainState trains, they are also seeded from (seed, step) as a batch is handed out, so
+    that the loop's body draws the same on every rank.
 
     Args:
         dataset: the data.
@@ -123,7 +126,6 @@ class Loader:
         self.augment, self.normalize = augment, normalize
         self.reading = reading_of(dataset, self.world, self.seed, workers, collate_fn, memory_format)
         self._open: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._is_shared = False
         self._is_same = False
         check_batch_size(batch_size, self.world.lanes)
         self.num_samples = checked_size(dataset)
@@ -153,17 +155,17 @@ class Loader:
         """
         self.world.observer.reading(self)
         # Who only looks at some batches, with a position of his own, may do that on one rank.
-        self._is_shared = hasattr(position, "start")
+        check = self._check_same if hasattr(position, "start") else _unchecked
         # A TrainState says itself where to begin: after a restart with the batch in hand. And it is told of
         # each batch, and when the loop has done all with it.
         told = position if hasattr(position, "handed_out") else None
         position = getattr(position, "start", position)
         step, epoch, epoch_step = position.step, position.epoch, position.epoch_step
         if self.num_samples is None:
-            generator = self._stream_batches(step, epoch, epoch_step, epochs, steps)
+            generator = self._stream_batches(step, epoch, epoch_step, epochs, steps, check)
         else:
             self._check_position(epoch, epoch_step)
-            generator = self._sized_batches(step, epoch, epoch_step, epochs, steps)
+            generator = self._sized_batches(step, epoch, epoch_step, epochs, steps, check)
         shown = _shown(generator, self.world, told)
         self._open.add(shown)
         return shown
@@ -180,8 +182,8 @@ class Loader:
         self.close()
 
     def _check_same(self, found: str) -> None:
-        """Check once, where a TrainState trains, that all ranks read the same data. Collective then."""
-        if self._is_shared and not self._is_same:
+        """Check once that all ranks read the same data. Collective, the first time."""
+        if not self._is_same:
             check_same_data(self.dataset, found, self.world)
             self._is_same = True
 
@@ -211,9 +213,9 @@ class Loader:
             epoch, epoch_step = epoch + 1, 0
 
     def _sized_batches(
-        self, step: int, epoch: int, epoch_step: int, epochs: int | None, steps: int | None
+        self, step: int, epoch: int, epoch_step: int, epochs: int | None, steps: int | None, check: _Check
     ) -> Iterator[Batch]:
-        self._check_same(described(self.dataset))
+        check(described(self.dataset))
         # Two walks over the same plan: the requests run ahead of the batches by what the workers prefetch.
         num_steps = None if steps is None else max(0, steps - step)
         requests = (
@@ -253,7 +255,7 @@ class Loader:
         )
 
     def _stream_batches(
-        self, step: int, epoch: int, epoch_step: int, epochs: int | None, steps: int | None
+        self, step: int, epoch: int, epoch_step: int, epochs: int | None, steps: int | None, check: _Check
     ) -> Iterator[Batch]:
         if steps is not None and step >= steps:
             return
@@ -268,7 +270,7 @@ class Loader:
         try:
             for answer in answers:
                 if answer.found:
-                    self._check_same(answer.found)
+                    check(answer.found)
                 lanes = _lane_batches(answer.parts, answer.data)
                 yield Batch(step, answer.epoch, answer.epoch_step, answer.size, answer.last, lanes)
                 step += 1
@@ -293,14 +295,18 @@ class Loader:
             epoch, epoch_step = epoch + 1, 0
 
 
+def _unchecked(found: str) -> None:
+    """Stand in for the check that all ranks read the same data, where one rank reads alone."""
+
+
 def _shown(batches: Any, world: World, told: Any) -> Iterator[Batch]:
     """Yield the batches, and show in the heartbeat when the loop waits for one."""
     with contextlib.closing(batches):
         now(world, Activity.DATA)
         for batch in batches:
             now(world, Activity.USER)
-            seeding.seed_loop(world.seed, batch.step, world.device)
             if told is not None:
+                seeding.seed_loop(world.seed, batch.step, world.device)
                 told.handed_out(batch)
             yield batch
             if told is not None:
