@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from evenstep import cli, needs, options
+from evenstep.config import TrainConfig
+from evenstep.data import sources
 from evenstep.errors import ConfigError
 from evenstep.flat import field_groups, to_flat, write_toml
 from evenstep.recipes import RECIPES
@@ -55,7 +57,7 @@ UNDER_A_LAUNCHER = [
 @pytest.fixture(autouse=True)
 def _in_an_empty_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "SLURM_JOB_ID"):
+    for name in ("RANK", "SLURM_PROCID", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -210,13 +212,43 @@ def test_a_runs_own_config_begins_another_run_and_is_resumed(argv, monkeypatch):
 def test_a_flag_that_does_nothing_beside_a_file_of_all_options_is_refused():
     Path("all.toml").write_text(write_toml(options.parse([]).config))
     with pytest.raises(
-        ConfigError, match=re.escape("--flip alternate does nothing without --augment: it says")
+        ConfigError, match=re.escape("--flip alternate does nothing without --augment (file all.toml): it")
     ):
         options.parse(["--config", "all.toml", "--flip", "alternate"])
     text = Path("all.toml").read_text().replace('flip = "random"', 'flip = "alternate"')
     Path("all.toml").write_text(text)
     with pytest.raises(ConfigError, match=re.escape("flip alternate (file all.toml) does nothing")):
         options.parse(["--config", "all.toml"])
+
+
+LINES = write_toml(TrainConfig()).splitlines()
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_file_of_all_options_may_lack_any_of_them(line):
+    Path("some.toml").write_text("\n".join(other for other in LINES if other != line))
+    asked = options.parse(["--config", "some.toml"])
+    assert (asked.config, asked.notes) == (TrainConfig(), ())
+
+
+def test_a_file_may_say_defaults_that_do_nothing_and_is_still_stronger_than_a_recipe():
+    Path("run.toml").write_text('nnodes = 1\nrdzv_endpoint = "a:1"\nlr_decay = 0.3\nlr_schedule = "cosine"\n')
+    assert options.parse(["--config", "run.toml"]).config.process.rdzv_endpoint == "a:1"
+    Path("run.toml").write_text("augment = false\n")
+    asked = options.parse(["--recipe", "fast", "--config", "run.toml"])
+    assert asked.config.data.flip == "random"
+    assert asked.notes[0].endswith("nothing without --augment (file run.toml)")
+
+
+def test_the_saved_config_of_data_chosen_by_itself_begins_another_run(monkeypatch):
+    found = {"auto": "digits"}
+    monkeypatch.setattr(sources, "prepare", lambda spec, **_: sources.Prepared(found.get(spec, spec), spec))
+    config = cli.prepared(options.parse(["--data-dir", "x"]).config)
+    Path("run.toml").write_text(write_toml(config))
+    assert options.parse(["--config", "run.toml"]).config == config
+    assert (config.data.data, config.data.data_dir) == ("digits", "data")
+    found["auto"] = "cifar10"
+    assert cli.prepared(options.parse(["--data-dir", "x"]).config).data.data_dir == "x"
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import Any
 
 from evenstep import options
 from evenstep import world as worlds
-from evenstep.config import TrainConfig
+from evenstep.config import DataConfig, TrainConfig
 from evenstep.errors import ConfigError, EvenstepError, MemoryExhaustedError, did_you_mean
 from evenstep.files import json_text
 from evenstep.flags import wants_help
@@ -285,7 +285,10 @@ def prepared(config: TrainConfig) -> TrainConfig:
     found = prepare(data.data, data_dir=data.data_dir, cache_dir=data.cache_dir, quiet=config.output.quiet)
     if found.note:
         _tell(config, (found.note,))
-    return from_flat({"data": found.spec}, config)
+    changed = {"data": found.spec}
+    if data.data == "auto" and found.spec == "digits":  # beside them a data_dir is refused: it does nothing
+        changed["data_dir"] = DataConfig().data_dir
+    return from_flat(changed, config)
 
 
 def _placed(config: TrainConfig, place: worlds.Placement) -> TrainConfig:

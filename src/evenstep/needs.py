@@ -233,7 +233,7 @@ def without_effect(
         what a run directory has set is never refused.
 
     Raises:
-        ConfigError: an option was given that does nothing.
+        ConfigError: an option was given that does nothing; in a file, with another value than its default.
     """
     origin = {"launcher": "flag", **sources}
     known = {
@@ -249,6 +249,8 @@ def without_effect(
         source, value = origin.get(key, "default"), values[key]
         if source == "default" or value in need.idle:
             continue
+        if source.startswith("file") and value == defaults[key]:
+            continue  # files with all options have the defaults as well, whoever has set them or not
         beside = _beside(need, known, origin)
         if source != "run directory" and _strength(source) >= _strength(origin.get(need.on, "default")):
             given = _given(key, value) if source == "flag" else f"{key} {value} ({source})"

@@ -166,33 +166,17 @@ def parse(argv: Sequence[str], command: str = "train") -> Options:
 
     flags = read_flags(TrainFlags, argv, prog, flags)
     sources |= dict.fromkeys(given, "flag")
-    options = _with_effect(_to_options(flags, sources, tuple(notes)), said=_said(file) | given.keys())
+    options = _with_effect(_to_options(flags, sources, tuple(notes)))
     return make_smoke(options) if options.config.run.smoke_test else options
 
 
-def _said(file: Mapping[str, Any]) -> set[str]:
-    """Return the keys that somebody has set: a run's config.toml has the defaults as well."""
-    if not _is_whole(file):
-        return set(file)
-    defaults = to_flat(TrainConfig())
-    return {key for key, value in file.items() if value != defaults[key]}
-
-
-def _with_effect(options: Options, *, said: Collection[str]) -> Options:
+def _with_effect(options: Options) -> Options:
     """Return the options without those that do nothing beside the others; see :mod:`evenstep.needs`.
-
-    Args:
-        options: the options.
-        said: which of those that a file or a flag sets somebody has set.
 
     Raises:
         ConfigError: one was given that does nothing.
     """
-    sources = {
-        key: "default" if source.startswith("file") and key not in said else source
-        for key, source in options.sources.items()
-    }
-    left_out, notes = without_effect(to_flat(options.config), sources, place=worlds.placement())
+    left_out, notes = without_effect(to_flat(options.config), options.sources, place=worlds.placement())
     return Options(
         config=from_flat(left_out, options.config),
         sources=options.sources | dict.fromkeys(left_out, "default"),
