@@ -6,7 +6,7 @@ import zipfile
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from evenstep.data.images import decode_files, decode_npz, state_of
 from evenstep.errors import DataError
@@ -330,6 +330,25 @@ def test_images_are_turned_as_their_camera_was_held(tmp_path):
     exif[0x0112] = 6  # to be turned by 90 degrees to the right
     pixels = pixels_of(tmp_path, Image.fromarray(values), format="png", exif=exif)
     np.testing.assert_array_equal(pixels, np.rot90(values, -1))
+
+
+@pytest.mark.parametrize("orientation", range(10))
+def test_images_are_turned_as_pillow_turns_them(tmp_path, orientation):
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (4, 6, 3), dtype=np.uint8))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    buffer = io.BytesIO()
+    picture.save(buffer, format="png", exif=exif)
+    pixels = pixels_of(tmp_path, picture, format="png", exif=exif)
+    np.testing.assert_array_equal(pixels, np.asarray(ImageOps.exif_transpose(Image.open(buffer))))
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")  # Pillow's, where it is cut off
+@pytest.mark.parametrize("exif", [b"garbage", b"II*\0", b"II*\0\x08\0\0\0\x05\0\x12\x01", b""])
+def test_images_with_damaged_exif_are_taken_as_they_are(tmp_path, exif):
+    values = np.random.default_rng(0).integers(0, 256, (4, 6, 3), dtype=np.uint8)
+    pixels = pixels_of(tmp_path, Image.fromarray(values), format="png", exif=b"Exif\0\0" + exif)
+    np.testing.assert_array_equal(pixels, values)
 
 
 def save_npz(path, **changes):

@@ -12,6 +12,7 @@ import io
 import itertools
 import lzma
 import os
+import struct
 import sys
 import tarfile
 import zipfile
@@ -31,21 +32,19 @@ from evenstep.errors import DataError
 
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 OTHER_ENDINGS = (
-    *(
-        ".tif",
-        ".tiff",
-        ".gif",
-        ".jfif",
-        ".jpe",
-        ".jp2",
-        ".heic",
-        ".heif",
-        ".avif",
-        ".ppm",
-        ".pgm",
-        ".pbm",
-        ".tga",
-    ),
+    ".tif",
+    ".tiff",
+    ".gif",
+    ".jfif",
+    ".jpe",
+    ".jp2",
+    ".heic",
+    ".heif",
+    ".avif",
+    ".ppm",
+    ".pgm",
+    ".pbm",
+    ".tga",
 )
 """Of images that are not read, which is told."""
 TAR_ENDINGS = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".txz", ".tar.bz2")
@@ -56,6 +55,8 @@ MAX_CLASSES = 100_000
 _EXPECTED = f"Expected {_LAYOUT}, perhaps inside one folder."
 _BATCH = 256
 _END_BYTES = 1 << 16
+_ORIENTATION = 0x0112
+"""The number of the EXIF tag that says how the camera was held."""
 
 
 @dataclass(frozen=True, order=True)
@@ -337,9 +338,7 @@ def _rgb(file: Any) -> Any:
     Raises:
         ValueError: the values have no range that is known.
     """
-    from PIL import ImageOps
-
-    upright = ImageOps.exif_transpose(file)
+    upright = _upright(file)
     # Older versions of Pillow open a grey PNG of 16 bits as 32 bits.
     if upright.mode.startswith("I;16") or (upright.mode == "I" and file.format == "PNG"):
         from PIL import Image
@@ -348,6 +347,32 @@ def _rgb(file: Any) -> Any:
     if upright.mode in ("I", "F"):
         raise ValueError(f"it has 32 bits a pixel (mode {upright.mode}); save it with 8 or 16 bits")
     return upright.convert("RGB")
+
+
+def _upright(file: Any) -> Any:
+    """Return an open image of Pillow turned as its EXIF says; as it is, where that cannot be read.
+
+    ``ImageOps.exif_transpose`` fails where the EXIF is damaged, which viewers and datasets do not mind: the
+    pixels are whole.
+    """
+    from PIL import Image
+
+    file.load()
+    try:
+        orientation = file.getexif().get(_ORIENTATION, 1)
+    except (SyntaxError, struct.error, ValueError, TypeError, KeyError, OSError):
+        return file
+    turn = Image.Transpose
+    turns = {
+        2: turn.FLIP_LEFT_RIGHT,
+        3: turn.ROTATE_180,
+        4: turn.FLIP_TOP_BOTTOM,
+        5: turn.TRANSPOSE,
+        6: turn.ROTATE_270,
+        7: turn.TRANSVERSE,
+        8: turn.ROTATE_90,
+    }
+    return file.transpose(turns[orientation]) if orientation in turns else file
 
 
 def _progress(items: Iterable[Any], quiet: bool) -> Iterable[Any]:
