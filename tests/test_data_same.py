@@ -116,6 +116,55 @@ def test_digests_tell_items_apart_and_equal_ones_not():
     assert content_digest([object()]) == content_digest([object()])
 
 
+PADDED = np.dtype({"names": ["a", "b"], "formats": ["u1", "f8"], "offsets": [0, 8], "itemsize": 24})
+
+
+def records(filling, b=2.0):
+    """Return an array with bytes between the fields that have no meaning."""
+    array = np.frombuffer(bytes([filling]) * 48, PADDED).copy()
+    array["a"], array["b"] = 1, b
+    return array
+
+
+def longs(filling):
+    array = np.frombuffer(bytes([filling]) * np.longdouble(0).nbytes * 2, np.longdouble).copy()
+    array[:] = 1.5
+    return array
+
+
+def text(word):
+    """Return a text at an address of its own."""
+    return "".join(list(word * 5))
+
+
+@pytest.mark.parametrize(
+    ("one", "same", "other"),
+    [
+        *((np.array(a, object), np.array(b, object), np.array(c, object)) for a, b, c in [
+            ([text("x")], [text("x")], [text("y")]),
+            ([[text("x"), None]], [[text("x"), None]], [text("x"), None]),
+        ]),
+        (records(1), records(2), records(1, b=3.0)),
+        (records(1)[0], records(2)[0], records(1, b=3.0)[0]),
+        (longs(1), longs(2), longs(1) * 2),
+        ({"text": text("x")}, {"text": text("x")}, {"text": text("y")}),
+        (Image.new("L", (2, 4), 1), Image.new("L", (2, 4), 1), Image.new("L", (4, 2), 1)),
+    ],
+)  # fmt: skip
+def test_values_count_and_not_where_or_how_they_are_stored(one, same, other):
+    assert content_digest([one]) == content_digest([same])
+    assert content_digest([one]) != content_digest([other])
+
+
+def test_what_offers_bytes_of_its_own_counts_by_its_type():
+    class Handle:
+        def tobytes(self):
+            return id(self).to_bytes(8, "little")
+
+    one, other = Handle(), Handle()
+    assert content_digest([one]) == content_digest([other])
+
+
 def test_what_tells_images_apart():
     images = np.zeros((3, 2, 2, 3), np.uint8)
     assert (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,8 +36,9 @@ def _feed(digest: Any, value: Any) -> None:
         flat = value.detach().cpu().contiguous().reshape(-1)
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
         digest.update(flat.view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
-        digest.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
+    elif isinstance(value, np.ndarray | np.generic):
+        digest.update(f"{value.dtype}{value.shape}".encode())
+        _feed_array(digest, value)
     elif isinstance(value, str | bytes | int | float | None):
         digest.update(f"{value!r};".encode(errors="surrogatepass"))
     elif isinstance(value, Mapping):
@@ -49,9 +51,25 @@ def _feed(digest: Any, value: Any) -> None:
             _feed(digest, inner)
     else:
         digest.update(type(value).__qualname__.encode())
-        to_bytes = getattr(value, "tobytes", None)  # an image of Pillow
-        if callable(to_bytes):
-            digest.update(to_bytes())
+        # Only of Pillow's images: the tobytes of other types may be of addresses, which differ.
+        pillow = sys.modules.get("PIL.Image")
+        if pillow is not None and isinstance(value, pillow.Image):
+            digest.update(f"{value.mode}{value.size}".encode() + value.tobytes())
+
+
+def _feed_array(digest: Any, value: np.ndarray | np.generic) -> None:
+    """Feed the values of an array; its bytes only where these are nothing but values."""
+    fields = value.dtype.fields
+    if fields is not None:  # between fields there may be bytes that nobody has set
+        array = np.asarray(value)
+        for name in fields:
+            _feed(digest, array[name])
+    elif value.dtype.hasobject:  # the bytes are addresses
+        _feed(digest, value.ravel().tolist())
+    elif value.dtype.type in (np.longdouble, np.clongdouble):  # 10 bytes of 16 are set
+        _feed(digest, [repr(number) for number in value.ravel()])
+    else:
+        digest.update(value.tobytes())
 
 
 def described(dataset: Any) -> str:
