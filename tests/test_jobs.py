@@ -87,6 +87,10 @@ def test_other_data_are_normalised_as_the_run_s_own(saved, monkeypatch):
         (["cat", "dog"], ("cat", "dog"), None),
         (["cat", "dog"], ("0", "1"), None),
         (["0", "1"], ("cat", "dog"), None),
+        (["cat", "dog", "fox"], ("0", "1"), None),
+        (["cat", "dog", "fox"], ("cat", "dog"), None),
+        (["cat", "dog", "fox"], ("dog", "fox"), r"\(dog, fox\)"),
+        (["0", "1", "2"], ("cat", "dog"), r"\(cat, dog\)"),
         ([], ("cat", "dog"), None),
         (["cat", "dog"], None, None),
     ],
@@ -94,13 +98,19 @@ def test_other_data_are_normalised_as_the_run_s_own(saved, monkeypatch):
 def test_classes_of_other_data_must_be_the_run_s_own(trained, found, message):
     source = Source("some", DECODED, DECODED, found)
     if message is None:
-        jobs._check_classes(from_flat({}), source, {"classes": trained})
+        made = jobs._with_classes(from_flat({}), source, {"classes": trained})
+        assert list(made.classes) == (trained or list(found))
         return
     with pytest.raises(ConfigError, match=message):
-        jobs._check_classes(from_flat({}), source, {"classes": trained})
+        jobs._with_classes(from_flat({}), source, {"classes": trained})
 
 
 def test_eval_refuses_other_classes(saved):
     _, npz, _, path = saved
-    with pytest.raises(ConfigError, match=r"\(0, 1\), and the model was trained on \(0, 1, 2, 3, 4\)"):
-        jobs.eval_job(World(), npz("other.npz", 0, num_classes=2), path)
+    with pytest.raises(ConfigError, match=r"\(0, .*, 5\), and the model was trained on \(0, 1, 2, 3, 4\)"):
+        jobs.eval_job(World(), npz("other.npz", 0, num_classes=6), path)
+
+
+def test_eval_takes_data_in_which_the_last_classes_do_not_occur(saved):
+    _, npz, _, path = saved
+    assert jobs.eval_job(World(), npz("fewer.npz", 0, num_classes=4), path)["test_samples"] == 10

@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +157,7 @@ def eval_job(world: World, config: TrainConfig, path: str) -> dict[str, Any]:
     """
     source = _source(config)
     saved = checkpoint.load(path)
-    _check_classes(config, source, saved.meta)
+    source = _with_classes(config, source, saved.meta)
     model = _model(config, source)
     checkpoint.load_into(model, saved)
     digest = weights_sha256(model.state_dict())
@@ -189,23 +189,32 @@ def eval_job(world: World, config: TrainConfig, path: str) -> dict[str, Any]:
     }
 
 
-def _check_classes(config: TrainConfig, source: Source, meta: dict[str, Any]) -> None:
-    """Raise ConfigError if a checkpoint's model says other classes than the data have, or in other order."""
+def _with_classes(config: TrainConfig, source: Source, meta: dict[str, Any]) -> Source:
+    """Return the data with the classes of a checkpoint's model, all of which the model has outputs for.
+
+    The data may have names for the first of them only: an ``.npz`` has no more numbers than labels occur.
+
+    Raises:
+        ConfigError: the data have other classes, or in another order.
+    """
     trained, found = list(meta.get("classes") or ()), list(source.classes or ())
+    if not trained:
+        return source
+    few = len(found) <= len(trained)
     # The data that have no names have numbers for them.
-    numbers = [str(number) for number in range(len(trained))]
-    if (
-        not trained
-        or not found
-        or trained == found
-        or (len(trained) == len(found) and numbers in (trained, found))
-    ):
-        return
+    trained_on_numbers, numbers_found = (names == _numbers(len(names)) for names in (trained, found))
+    same_number = trained_on_numbers and len(found) == len(trained)
+    if found == trained[: len(found)] or same_number or (numbers_found and few):
+        return replace(source, classes=tuple(trained))
     raise ConfigError(
         f"the data {config.data.data!r} have the classes {_listed(found)}, and the model was trained on "
         f"{_listed(trained)}. An output of the model stands for a class by its number, so the accuracy would "
         "be wrong. Give --data with the same classes (in a folder: train and test folders of the same names)."
     )
+
+
+def _numbers(count: int) -> list[str]:
+    return [str(number) for number in range(count)]
 
 
 def _listed(names: list[str]) -> str:
