@@ -7,7 +7,6 @@ files, so the images are in memory once. Opening them imports neither torch nor 
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import mmap
@@ -231,15 +230,14 @@ def _write(work: Path, decoded: Decoded) -> None:
     for split, rows in zip(SPLITS, (decoded.train, decoded.test), strict=True):
         path = work / f"{split}-images.npy"
         shape = (len(rows.rows), *rows.images.shape[1:])
-        target = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=shape)
-        _reserve(path)
-        start = 0
-        for chunk in rows.chunks():
-            target[start : start + len(chunk)] = chunk
-            start += len(chunk)
-        target.flush()
+        # Not through a map: on a full disk, writing to one kills the process (SIGBUS).
+        with path.open("wb") as target:
+            header = {"descr": "|u1", "fortran_order": False, "shape": shape}
+            np.lib.format.write_array_header_1_0(target, header)
+            for chunk in rows.chunks():
+                target.write(np.ascontiguousarray(chunk).data)
         np.save(work / f"{split}-labels.npy", rows.labels.astype(np.int64))
-        fingerprints[split] = content_fingerprint(target, rows.labels)
+        fingerprints[split] = content_fingerprint(np.load(path, mmap_mode="r"), rows.labels)
     for scratch in work.glob("scratch*"):
         scratch.unlink()
     files = sorted(work.glob("*.npy"))
@@ -255,23 +253,6 @@ def _write(work: Path, decoded: Decoded) -> None:
     (work / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
     for file in [*files, work / "meta.json", work]:
         flush(file)
-
-
-def _reserve(path: Path) -> None:
-    """Have the disk set aside the whole size of a sparse file.
-
-    Writing to a map of it would otherwise kill this process (SIGBUS) when the disk is full.
-
-    Raises:
-        OSError: there is not enough room.
-    """
-    with path.open("r+b") as file:
-        try:
-            os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
-        except (AttributeError, OSError) as error:
-            # Where it is unknown (macOS, some file systems), all goes on as without it.
-            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise
 
 
 def _meta(directory: Path) -> dict[str, Any]:
