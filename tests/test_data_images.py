@@ -3,6 +3,7 @@ import lzma
 import os
 import tarfile
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -257,6 +258,24 @@ def test_state_changes_with_any_file(tmp_path):
     assert state_of(path) != before
 
 
+@pytest.mark.parametrize("name", ["set", "set.zip"])
+def test_state_does_not_depend_on_the_mount(tmp_path, monkeypatch, name):
+    path = write(tmp_path / name, small_set())
+    before, stat = state_of(path), Path.stat
+
+    class Mounted:
+        st_dev = 12345
+
+        def __init__(self, status):
+            self.status = status
+
+        def __getattr__(self, key):
+            return getattr(self.status, key)
+
+    monkeypatch.setattr(Path, "stat", lambda path, **options: Mounted(stat(path, **options)))
+    assert state_of(path) == before
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_images_that_are_left_out_are_counted(tmp_path, name):
     files = small_set() | {
@@ -273,23 +292,53 @@ def test_images_that_are_left_out_are_counted(tmp_path, name):
     assert decode(write(tmp_path / f"all-{name}", small_set()), tmp_path).note is None
 
 
-def test_a_folder_in_a_folder_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
-    folder = write_folder(tmp_path / "set", small_set())
-    scandir = os.scandir
-    locked = "sub"
+@pytest.fixture
+def lock(monkeypatch):
+    """Lets folders of some names be unreadable, which root's never are."""
+    scandir, locked = os.scandir, set()
 
     def guarded(path):
-        if os.path.basename(path) == locked:
+        if os.path.basename(path) in locked:
             raise PermissionError(13, "Permission denied", os.fspath(path))
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", guarded)
-    with pytest.raises(PermissionError, match="test/cat/sub"):
+    return locked.add
+
+
+@pytest.mark.parametrize("prefix", ["", "pets/"])
+@pytest.mark.parametrize("name", ["test/cat/sub", "train", "test"])
+def test_a_folder_in_a_folder_that_cannot_be_read_is_an_error(name, prefix, tmp_path, lock):
+    files = {prefix + key: data for key, data in small_set().items()}
+    folder = write_folder(tmp_path / "set", files)
+    lock(os.path.basename(name))
+    with pytest.raises(PermissionError, match=f"{prefix}{name}"):
         state_of(folder)
-    with pytest.raises(DataError, match=r"Permission denied: '.*/test/cat/sub'"):
+    with pytest.raises(DataError, match=rf"Permission denied: '.*/{prefix}{name}'"):
         decode(folder, tmp_path)
-    (folder / "lost+found").mkdir()
-    locked = "lost+found"
+
+
+def test_the_folder_around_train_and_test_must_be_readable(tmp_path, lock):
+    folder = write_folder(tmp_path / "set", {f"pets/{key}": data for key, data in small_set().items()})
+    lock("set")
+    with pytest.raises(PermissionError, match="set"):
+        state_of(folder)
+    (tmp_path / "other/pets").mkdir(parents=True)
+    lock("pets")
+    with pytest.raises(PermissionError, match="other/pets"):
+        state_of(tmp_path / "other")
+
+
+@pytest.mark.parametrize("prefix", ["", "pets/"])
+@pytest.mark.parametrize(
+    "name",
+    ["lost+found", "#recycle", "@eaDir", "$RECYCLE.BIN", "private", ".git", "notes/more", "train/.git"],
+)
+def test_a_folder_that_holds_no_data_need_not_be_readable(name, prefix, tmp_path, lock):
+    folder = write_folder(tmp_path / "set", {prefix + key: data for key, data in small_set().items()})
+    (folder / name).mkdir(parents=True)
+    lock(os.path.basename(name))
+    assert state_of(folder)
     assert len(decode(folder, tmp_path).test.rows) == 3
 
 

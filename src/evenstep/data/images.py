@@ -132,16 +132,29 @@ def read_folder(folder: Path, left_out: Counter[str]) -> Iterator[tuple[Member, 
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    for directory, _, names in os.walk(folder, followlinks=True, onerror=_raise_unreadable):
+    def unreadable(error: OSError) -> None:
+        parts = Path(os.fsdecode(error.filename)).relative_to(folder).parts
+        if _may_hold_images(folder, parts):
+            raise error
+
+    for directory, _, names in os.walk(folder, followlinks=True, onerror=unreadable):
         for name in names:
             yield Path(directory, name)
 
 
-def _raise_unreadable(error: OSError) -> None:
-    name = Path(os.fsdecode(error.filename)).name
-    if name.startswith(".") or name == "lost+found":  # of a disk's root; no images are taken from these
-        return
-    raise error
+def _may_hold_images(folder: Path, parts: tuple[str, ...]) -> bool:
+    """Return whether a folder that cannot be read may hold images of the data set; see :func:`member`.
+
+    Disks and servers have folders that belong to others: ``lost+found``, ``#recycle``, ``@eaDir``.
+    """
+    if any(part.startswith((".", "__MACOSX")) for part in parts) or parts[-1:] == ("lost+found",):
+        return False
+    if not parts or not {*parts[:2]}.isdisjoint(SPLITS):
+        return True
+    # It might be the folder around train and test, if that is nowhere else.
+    return len(parts) == 1 and not any(
+        os.path.isdir(folder / around / "train") for around in ("", *os.listdir(folder))
+    )
 
 
 def _images(folder: Path, left_out: Counter[str] | None = None) -> Iterator[tuple[Member, Path]]:
@@ -161,7 +174,8 @@ def state_of(path: Path) -> str:
     Name, size and time of change do not tell files apart: archives keep the times of what they unpack, and
     arrays of equal shape have equal sizes. So it has the resolved path, the files' numbers on the disk and
     the times of their last change of state, which no program sets back; of a single file also its first and
-    last bytes, where a .zip and an .npz have the checksums of their members.
+    last bytes, where a .zip and an .npz have the checksums of their members. A chmod is a change
+    of state, so after one the images are decoded again.
     """
     path = path.resolve()
     is_folder = path.is_dir()
@@ -169,7 +183,8 @@ def state_of(path: Path) -> str:
     for file in sorted(file for _, file in _images(path)) if is_folder else [path]:
         status = file.stat()
         name = file.relative_to(path).as_posix() if is_folder else file.name
-        numbers = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_dev, status.st_ino)
+        # Not st_dev: on NFS, btrfs and overlays it belongs to the mount, and is another after the next one.
+        numbers = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
         lines.append("\t".join([name, *map(str, numbers)]))
     if not is_folder:
         lines.append(_ends(path))
