@@ -1,5 +1,6 @@
 """Several TrainStates, several steps a batch, and the loop's body: after a death, a stop, a resume."""
 
+import itertools
 import os
 import signal
 import time
@@ -247,3 +248,112 @@ def test_a_loop_inside_of_anothers_body_does_not_end_that():
         inner.asked()
     assert outer.progress_values(cut_off=True)["again"]["step"] == 0
     assert inner.progress_values(cut_off=True)["again"] is None
+
+
+def ahead(world, *, save_after=None, kill=None):
+    """A loop that has the next batch before it does a step with the one in hand."""
+    torch.manual_seed(7)
+    state = state_of(nn.Linear(6, 3))
+    seen = []
+    batches = Loader(points(), 8).batches(state, epochs=2)
+    for batch, following in itertools.pairwise(itertools.chain(batches, [None])):
+        if kill is not None and batch.step == kill[0] and kill[1] == "before":
+            die(world)
+        seen.append(batch.step)
+        train_step(state, batch, classifier)
+        if kill is not None and batch.step == kill[0] and kill[1] == "after":
+            die(world)
+        assert (state.epoch, state.epoch_step) == divmod(batch.step + 1, 4)
+        assert following is None or following.step == batch.step + 1
+        if batch.step == save_after and not world.resume:
+            state.save(wait=True)
+            break
+    return digest(state), state.step, seen
+
+
+@pytest.mark.parametrize("step", [0, 2, 3, 6])
+def test_a_loop_that_reads_ahead_loses_no_batch_when_it_is_resumed(step, tmp_path):
+    (whole,) = run_ranks(ahead, 1, **CPU)
+    assert whole[1:] == (8, list(range(8)))
+
+    def main(world):
+        return ahead(world, save_after=step)
+
+    run_ranks(main, 1, run_dir=str(tmp_path), **CPU)
+    (resumed,) = run_ranks(ahead, 1, run_dir=str(tmp_path), resume=True, **CPU)
+    assert resumed == (*whole[:2], list(range(step + 1, 8)))
+
+
+@pytest.mark.parametrize(("kill", "seen"), [((1, "before"), 0), ((4, "before"), 3), ((5, "after"), 5)])
+def test_a_loop_that_reads_ahead_loses_no_batch_in_a_death(kill, seen):
+    def main(world):
+        return ahead(world, kill=kill)
+
+    (whole,) = run_ranks(ahead, 1, **CPU)
+    found = run_ranks(main, 2, max_restarts=1, **CPU)
+    # The survivor does the step on batch ``kill`` only if the other one lives, or dies after it.
+    assert [each[:2] for each in found] == [whole[:2]] * 2
+    assert all(each[2][0] in (seen, seen + 1) and each[2][-1] == 7 for each in found)
+
+
+def no_loss():
+    return torch.zeros((), dtype=torch.float64)
+
+
+def test_a_gan_whose_loop_reads_ahead_is_where_its_steps_are():
+    together = Together()
+    driver, critic = both = [Progress(torch.device("cpu"), together) for _ in range(2)]
+    for number, progress in enumerate(both):
+        together.add(progress)
+        progress.number = number
+    batches = [batch_of(step) for step in range(6)]
+    driver.handed_out(batches[0])
+    for step in range(5):
+        driver.asked()
+        driver.handed_out(batches[step + 1])
+        critic.count_step(batches[step], no_loss(), 0.1, None)
+        if step % 3 == 0:
+            driver.count_step(batches[step], no_loss(), 0.1, None)
+        assert driver.progress_values(cut_off=False)["position"]["batch"] == step + 1
+        assert driver.progress_values(cut_off=True)["again"]["step"] == step
+
+
+def test_a_step_in_the_body_of_a_loop_that_reads_ahead_does_not_use_what_is_read():
+    together = Together()
+    outer, inner = both = [Progress(torch.device("cpu"), together) for _ in range(2)]
+    for number, progress in enumerate(both):
+        together.add(progress)
+        progress.number = number
+    outer.handed_out(batch_of(0))
+    outer.asked()
+    outer.handed_out(batch_of(1))
+    batch = batch_of(1)
+    inner.handed_out(batch)
+    inner.count_step(batch, no_loss(), 0.1, None)
+    assert outer.progress_values(cut_off=False)["position"]["batch"] == 1
+    assert outer.progress_values(cut_off=True)["again"]["step"] == 0
+
+
+def test_a_copy_of_a_batch_that_was_read_ahead_counts_as_that():
+    progress = Progress(torch.device("cpu"), Together())
+    for step in range(3):
+        progress.handed_out(batch_of(step))
+        progress.asked()
+    progress.count_step(batch_of(0), no_loss(), 0.1, None)
+    progress.asked()
+    assert progress.start == Position(1, 0, 1)
+    assert progress.progress_values(cut_off=True)["again"] is None
+
+
+def test_the_batch_that_is_due_once_more_outlives_another_death_before_the_loop_begins():
+    progress = Progress(torch.device("cpu"), Together())
+    batch = batch_of(2)
+    progress.handed_out(batch)
+    progress.count_step(batch, no_loss(), 0.1, None)
+    for _ in range(2):
+        values = progress.progress_values(cut_off=True)
+        assert values["again"]["step"] == 2
+        progress = Progress(torch.device("cpu"), Together())
+        progress.take_progress(values)
+        assert progress.start == Position(2, 0, 2)
+    assert progress.replayed(batch_of(2)) is not None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from evenstep.data.batch import Batch
 from evenstep.together import Together
+
+_MOST_AHEAD = 256  # batches that a loop may have before it does a step with the first of them
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class LastBatch:
         return cls(_place(values), results)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Hand:
     """A batch that a loop has got.
 
@@ -84,11 +87,15 @@ class _Hand:
         place: the batch.
         after: the one that follows.
         turns: the number of steps that had been done when it was handed out.
+        batch: the batch itself, as long as the loop keeps it.
+        is_used: whether a step has been done with it; a loop may only look at batches.
     """
 
     place: Position
     after: Position
     turns: int
+    batch: weakref.ref[Batch]
+    is_used: bool = False
 
 
 class Progress:
@@ -110,9 +117,10 @@ class Progress:
         self.number: int | None = None
         self.is_dropped = False
         self._together = together
-        # The next batch by the steps of this state, and the batch that the loop over it has: both in one, as
-        # another thread may save them at any time.
-        self._place: tuple[Position, _Hand | None] = (Position(0, 0, 0), None)
+        # The next batch by the steps of this state, and the batches that the loop over it has, in order, of
+        # which there are several if it reads ahead: both in one, as another thread may save them at any time.
+        self._place: tuple[Position, tuple[_Hand, ...]] = (Position(0, 0, 0), ())
+        self._has_asked = True
         self._start: Position | None = None
         self._last: LastBatch | None = None
         self._replay: LastBatch | None = None
@@ -143,45 +151,90 @@ class Progress:
     @property
     def has_batch(self) -> bool:
         """Whether a loop over this state's batches has one, and has not asked for the next yet."""
-        return self._place[1] is not None
+        return not self._has_asked or self._used() is not None
 
     def handed_out(self, batch: Batch) -> None:
         """The loop over this state's batches has got one."""
-        self._start = None
-        hand = _Hand(Position.of(batch), Position.after(batch), self._together.num_turns)
-        self._place = (self._place[0], hand)
+        with self._together.lock:
+            self._start = None
+            place, hands = self._place
+            # What is left in use here is of a loop that was broken off, as is what comes later.
+            hands = tuple(hand for hand in hands if hand.place.step < batch.step)
+            used = _last_used(hands)
+            if used is not None:
+                place, hands = _further(place, used.after), _from(hands, used)[1:]
+            turns = self._together.num_turns
+            hand = _Hand(Position.of(batch), Position.after(batch), turns, weakref.ref(batch))
+            self._place = (place, (*hands, hand)[-_MOST_AHEAD:])
+            self._has_asked = False
 
     def asked(self) -> None:
-        """The loop over this state's batches asks for the next one, so it has done all with what it has.
+        """The loop over this state's batches asks for the next one.
+
+        So it has done all with those that steps were done with. With others it has not, if it reads ahead.
 
         A loop over the batches of two states at once asks for both, one after the other: it has done all
         with both then. A loop inside of another one's body has not.
         """
-        hand = self._place[1]
-        if hand is None:
-            return
-        for other in self._together.living():
-            if other is not None and other is not self:
-                other.over_with(hand.place.step, hand.turns)
-        self._place = (self._next(), None)
+        with self._together.lock:
+            self._has_asked = True
+            used = self._used()
+            if used is None:
+                return
+            for other in self._together.living():
+                if other is not None and other is not self:
+                    other.over_with(used.place.step, used.turns)
+            self._place = (self._next(), _from(self._place[1], used)[1:])
 
     def over_with(self, step: int, turns: int) -> None:
         """The loop has done all with a batch, if this state's was handed out together with it and is used."""
-        place, hand = self._place
-        together = hand is not None and (hand.place.step, hand.turns) == (step, turns)
-        if together and hand is not None and place.step == hand.after.step:
-            self._place = (place, None)
+        place, hands = self._place
+        used = self._used()
+        together = used is not None and (used.place.step, used.turns) == (step, turns)
+        if together and used is not None and place.step == used.after.step:
+            self._place = (place, _from(hands, used)[1:])
+            self._has_asked = self._has_asked or not self._place[1]
 
     def _next(self) -> Position:
-        """Return the batch that follows the one in hand; not if nobody has done a step with that."""
-        place, hand = self._place
-        if hand is None or hand.after.step <= place.step or not self._is_used(hand):
-            return place
-        return hand.after
+        """Return the batch that follows the last one in hand with which somebody has done a step."""
+        used = self._used()
+        return self._place[0] if used is None else _further(self._place[0], used.after)
 
-    def _is_used(self, hand: _Hand) -> bool:
-        """Whether a step has been done since a batch was handed out; a loop may only look at batches."""
-        return self._together.num_turns > hand.turns
+    def _used(self) -> _Hand | None:
+        """Return the last batch in hand with which a step has been done."""
+        return _last_used(self._place[1])
+
+    def has(self, batch: Batch) -> bool:
+        """Whether the loop over this state's batches has got this very batch."""
+        return any(hand.batch() is batch for hand in self._place[1])
+
+    def was_used(self, batch: Batch, *, is_others: bool) -> None:
+        """Somebody has done a step with a batch.
+
+        Args:
+            batch: the batch; one that the loop has made from what it got counts as that.
+            is_others: whether it is of another state's loop. A step with such a batch is one in the body of
+                this state's loop, so it counts for the first batch that this one has.
+        """
+        place, hands = self._place
+        if not hands:
+            return
+        at = Position.of(batch)
+        number = 0
+        for i, hand in enumerate(hands):
+            if hand.batch() is batch or (not is_others and hand.place == at):
+                number = i
+        used = replace(hands[number], is_used=True)
+        self._place = (place, (*hands[:number], used, *hands[number + 1 :]))
+
+    def _took_turn(self, batch: Batch) -> None:
+        """A step was done with a batch, or found done: tell all whose loops may have it."""
+        self._together.took_turn(batch)
+        living = [state for state in self._together.living() if state is not None and state is not self]
+        everybody: list[Progress] = [self, *living]
+        owners = [state for state in everybody if state.has(batch)]
+        for state in everybody:
+            state.was_used(batch, is_others=bool(owners) and state not in owners)
 
     def replayed(self, batch: Batch) -> Result | None:
         """Return what came of a step with this batch, if it was committed before a restart.
@@ -194,7 +247,8 @@ class Progress:
             return None
         if batch.step == last.place.step and self._replayed < len(last.results):
             self._replayed += 1
-            self._together.took_turn(batch)
+            with self._together.lock:
+                self._took_turn(batch)
             return last.results[self._replayed - 1]
         self._replay = None
         return None
@@ -230,8 +284,9 @@ class Progress:
         self.step += 1
         if self.number is not None:
             self._together.count(self.number, self.step)
-        self._place = (Position.after(batch), self._place[1])
-        self._together.took_turn(batch)
+        with self._together.lock:
+            self._place = (Position.after(batch), self._place[1])
+            self._took_turn(batch)
 
     def progress_values(self, *, cut_off: bool) -> dict[str, Any]:
         """Return where the run stands as plain values.
@@ -239,13 +294,18 @@ class Progress:
         Args:
             cut_off: whether the loop had not done all with the last batch; it gets that once more then.
         """
-        place, hand = self._place
+        start = self._start  # before the place: it is forgotten when a batch is handed out
+        place, hands = self._place
         again = None
         if not cut_off:
             place = self._next()
-        elif hand is not None and hand.after.step >= place.step:
-            ahead = hand.place.step > place.step
-            again = asdict(hand.place) if not ahead or self._is_used(hand) else None
+        elif not hands:
+            again = None if start is None else asdict(start)
+        else:
+            hand = _last_used(hands) or hands[0]
+            ahead = hand.place.step >= place.step
+            if hand.after.step >= place.step and (hand.is_used or not ahead):
+                again = asdict(hand.place)
         return {
             "last": self._last.values() if cut_off and self._last is not None else None,
             "again": again,
@@ -270,7 +330,7 @@ class Progress:
         if self.number is not None:
             self._together.count(self.number, self.step)
         at = Position(position.get("batch", self.step), position["epoch"], position["epoch_step"])
-        self._place = (at, None)
+        self._place, self._has_asked = (at, ()), True
         self._loss_sum = torch.tensor(position["loss_sum"], dtype=torch.float64, device=self.device)
         self._loss_samples = position["loss_samples"]
         last, again = values.get("last"), values.get("again")
@@ -284,3 +344,15 @@ class Progress:
 
 def _place(values: Mapping[str, Any]) -> Position:
     return Position(values["step"], values["epoch"], values["epoch_step"])
+
+
+def _further(place: Position, other: Position) -> Position:
+    return other if other.step > place.step else place
+
+
+def _last_used(hands: tuple[_Hand, ...]) -> _Hand | None:
+    return next((hand for hand in reversed(hands) if hand.is_used), None)
+
+
+def _from(hands: tuple[_Hand, ...], first: _Hand) -> tuple[_Hand, ...]:
+    return hands[hands.index(first) :]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any
 
@@ -12,11 +13,13 @@ class Together:
     Attributes:
         saver: what writes their checkpoints (saving.Saver), once there is one.
         num_turns: steps that this process has done or found done, over all of them.
+        lock: held by who notes which batches loops have; they may be read in another thread than main's.
     """
 
     def __init__(self) -> None:
         self.saver: Any = None
         self.num_turns = 0
+        self.lock = threading.RLock()
         self._states: list[weakref.ref[Any]] = []
         self._steps: list[int] = []
         self._batch: weakref.ref[Any] | None = None
