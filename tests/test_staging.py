@@ -129,3 +129,28 @@ def test_fast_mode_has_the_same_buffers_on_every_rank():
 
     first, second = run_ranks(buffers, 2, lanes=4, mode="fast")
     assert first == second
+
+
+def test_what_the_loop_writes_through_data_is_no_change_by_the_forward_pass():
+    layer = Caching()
+    staging = Staging(layer)
+    for step in range(3):
+        layer.mask.data.fill_(step)
+        staging.begin()
+        assert staging.first_changed() is None
+        staging.take_others()
+        staging.rollback()
+        assert layer.mask.tolist() == [step] * 3
+    assert staging.others == {}
+    assert staging.newly_hidden == set()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_a_buffer_of_nan_is_equal_to_itself(dtype):
+    layer = nn.Identity()
+    layer.register_buffer("unknown", torch.full((3,), float("nan"), dtype=dtype))
+    staging = Staging(layer)
+    staging.begin()
+    assert staging.first_changed() is None
+    layer.unknown.data[1] = 0
+    assert staging.first_changed() is not None

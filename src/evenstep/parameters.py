@@ -89,12 +89,15 @@ class Parameters:
         """Return a number for each parameter in which every bit counts; with one wait for the device."""
         if not self.every:
             return []
-        sums = []
-        for p in self.every:
-            values = torch.view_as_real(p.detach()) if p.is_complex() else p.detach()
-            sums.append(values.view(_WHOLE[values.element_size()]).sum(dtype=torch.int64))
+        sums = [bits(p).sum(dtype=torch.int64) for p in self.every]
         numbers: list[int] = torch.stack(sums).tolist()
         return numbers
+
+
+def bits(values: Tensor) -> Tensor:
+    """Return the same memory as whole numbers: of these nan is equal to itself, and 0.0 is not -0.0."""
+    values = torch.view_as_real(values.detach()) if values.is_complex() else values.detach()
+    return values.view(_WHOLE[values.element_size()])
 
 
 def _check_kinds(module: nn.Module, named: Sequence[tuple[str, Tensor]]) -> None:

@@ -12,7 +12,8 @@ before the step, and the model holds these until ``commit``. What the buffers ar
 
 A change is seen by the buffer's version, which torch counts. What is written through ``buffer.data`` is not
 counted, and seen by value only, which is looked at in the first steps; a buffer in which that has been seen
-is from then on taken for changed in every lane.
+is from then on taken for changed in every lane. One that the loop writes so between two steps is from then on
+remembered anew in every step.
 
 A step of one model may run another model of the same training, too (a GAN's discriminator). The other one's
 buffers are put back after each lane and not committed: a step changes the state of its own model alone.
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from evenstep.globalnorm import GlobalBatchNorm
-from evenstep.parameters import NUM_COMPARED_STEPS
+from evenstep.parameters import NUM_COMPARED_STEPS, bits
 
 _AVERAGED = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -44,6 +45,7 @@ class Staging:
         self._others: list[int] = []
         self._in_training: list[bool] | None = None
         self._hidden: set[int] = set()
+        self._by_loop: set[int] = set()  # those that the loop writes in this way; remembered in every step
         self._num_told = 0
         self._num_steps = 0
         self._floats: list[Tensor] = []
@@ -79,7 +81,12 @@ class Staging:
         self._new_others = {}
         for number, now in self._now():
             # A mask or a table never changes, and is copied once and not in every step.
-            if self._is_changed(number, now):
+            is_marked = self._is_marked(number, now) or number in self._by_loop
+            if not is_marked and self._is_other_value(number, now):
+                # By the loop, since the last step: no forward pass has changed it.
+                self._by_loop.add(number)
+                is_marked = True
+            if is_marked:
                 self._old_others[number] = _remembered(now)
         self._in_step = True
         return sum(buffer.numel() for buffer in self._floats) + len(self._counts)
@@ -214,13 +221,24 @@ class Staging:
             yield number, module._buffers.get(name)
 
     def _is_changed(self, number: int, now: Tensor | None) -> bool:
-        buffer, copy, version = self._old_others[number]
-        if now is not buffer or (now is not None and now._version != version) or number in self._hidden:
+        if self._is_marked(number, now):
             return True
-        if now is None or copy is None or self._num_steps > NUM_COMPARED_STEPS or torch.equal(now, copy):
+        if self._is_other_value(number, now):
+            self._hidden.add(number)
+            return True
+        return False
+
+    def _is_marked(self, number: int, now: Tensor | None) -> bool:
+        """Whether a buffer is another than the one remembered, or is taken for changed in every lane."""
+        buffer, _, version = self._old_others[number]
+        return now is not buffer or (now is not None and now._version != version) or number in self._hidden
+
+    def _is_other_value(self, number: int, now: Tensor | None) -> bool:
+        """Whether a bit is another than in the copy, which is looked at in the first steps only."""
+        _, copy, _ = self._old_others[number]
+        if now is None or copy is None or self._num_steps > NUM_COMPARED_STEPS:
             return False
-        self._hidden.add(number)
-        return True
+        return now.dtype != copy.dtype or not torch.equal(bits(now), bits(copy))
 
 
 def _is_active(module: _NormBase) -> bool:
