@@ -178,6 +178,13 @@ def test_what_auto_stands_for_is_said_and_kept(calls, tmp_path, capsys):
     assert calls[-1][1][0].data.data == "digits"
 
 
+def test_where_auto_stands_for_the_digits_no_data_dir_is_saved(calls, tmp_path):
+    assert cli.main(["train", "--run-dir", "r", "--data-dir", "x"]) == 0
+    assert read_toml(tmp_path / "r" / "config.toml")["data_dir"] == "data"
+    assert json.loads((tmp_path / "r" / "sources.json").read_text())["data_dir"] == "default"
+    assert cli.main(["train", "--run-dir", "s", "--config", "r/config.toml"]) == 0
+
+
 def test_quiet_leaves_only_the_result(calls, capsys):
     assert cli.main(["train", "--quiet"]) == 0
     out, err = capsys.readouterr()

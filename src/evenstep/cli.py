@@ -167,7 +167,9 @@ def train(argv: Sequence[str], run: Runner = _here) -> int:
 
 def _train_in(config: TrainConfig, sources: Mapping[str, str], run: Runner) -> int:
     """Prepare the data and train in a run directory that this process holds."""
-    config = prepared(config)
+    asked, config = config, prepared(config)
+    if config.data.data_dir != asked.data.data_dir:
+        sources = {**sources, "data_dir": "default"}
 
     from evenstep.records import save_config, save_sources
 
