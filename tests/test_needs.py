@@ -215,6 +215,11 @@ def test_a_flag_that_does_nothing_beside_a_file_of_all_options_is_refused():
         ConfigError, match=re.escape("--flip alternate does nothing without --augment (file all.toml): it")
     ):
         options.parse(["--config", "all.toml", "--flip", "alternate"])
+    with pytest.raises(
+        ConfigError, match=re.escape("--rdzv-endpoint a:1 does nothing with --nnodes 1 (file")
+    ):
+        options.parse(["--config", "all.toml", "--rdzv-endpoint", "a:1"])
+    options.parse(["--config", "all.toml", "--rdzv-endpoint", "a:1", "--nnodes", "1"])
     text = Path("all.toml").read_text().replace('flip = "random"', 'flip = "alternate"')
     Path("all.toml").write_text(text)
     with pytest.raises(ConfigError, match=re.escape("flip alternate (file all.toml) does nothing")):

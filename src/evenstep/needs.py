@@ -28,8 +28,8 @@ class Need:
     Attributes:
         options: their keys.
         on: the key of the other one.
-        met: returns whether the options do something, given the values of all keys; besides these ``given``,
-            the keys that somebody has set, ``launcher``, the outer launcher or None, and ``started``, the
+        met: returns whether the options do something, given the values of all keys; besides these
+            ``sources``, where they come from, ``launcher``, the outer launcher or None, and ``started``, the
             processes that it has started on this machine.
         why: why they do nothing, as part of a sentence.
         instead: what else to do than to leave them out, as the beginning of a sentence.
@@ -49,6 +49,15 @@ class Need:
 def _is_own(data: str) -> bool:
     """Return whether ``--data`` names a callable."""
     return ":" in data and not Path(data).expanduser().exists()
+
+
+def _nnodes_said(values: Mapping[str, Any]) -> bool:
+    """Return whether the number of machines was said where, or after, it was said where they meet.
+
+    Files with all options say ``nnodes = 1`` whoever has set it or not: beside a flag that does not count.
+    """
+    nnodes, endpoint = (values["sources"].get(key, "default") for key in ("nnodes", "rdzv_endpoint"))
+    return values["nnodes"] != 1 or (nnodes != "default" and _strength(nnodes) >= _strength(endpoint))
 
 
 _LAUNCHER = "Give the launcher's own option"
@@ -164,7 +173,7 @@ NEEDS = (
     Need(
         options=("rdzv_endpoint",),
         on="nnodes",
-        met=lambda v: "nnodes" in v["given"],
+        met=_nnodes_said,
         why="machines meet there, and this one expects no other",
         instead="Give the number of machines with --nnodes",
     ),
@@ -238,7 +247,7 @@ def without_effect(
     origin = {"launcher": "flag", **sources}
     known = {
         **values,
-        "given": {key for key, source in sources.items() if source != "default"},
+        "sources": sources,
         "launcher": place and place.launcher,
         "started": place and place.local_world_size,
     }
