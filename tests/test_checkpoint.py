@@ -1,5 +1,6 @@
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import pickle
@@ -13,7 +14,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from evenstep import checkpoint, manifest, metrics, models
+from evenstep import checkpoint, manifest, metrics, models, rundir
 from evenstep.errors import CheckpointError, ConfigError, MachineError
 from evenstep.optim import make_optimizer
 
@@ -480,6 +481,27 @@ def test_verify_names_every_damaged_file(tmp_path):
     first, second = checkpoint.verify(path)
     assert "model.safetensors is damaged" in first
     assert "training.pt is damaged" in second
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_file_that_cannot_be_read_is_a_problem_and_not_the_end(tmp_path, monkeypatch, capsys, gone):
+    older, newer = save(tmp_path, 10), save(tmp_path, 20)
+    read = manifest.sha256_of
+
+    def hash_of(path):
+        if path.parent != newer:
+            return read(path)
+        if gone:  # removed by the run that goes on, after its sizes were looked at
+            shutil.rmtree(newer, ignore_errors=True)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(manifest, "sha256_of", hash_of)
+    assert rundir.newest_whole(tmp_path) == older
+    said = capsys.readouterr().err
+    assert said.count("cannot be read: Input/output error. Remove") == (0 if gone else 2), said
+    if not gone:
+        first, _ = checkpoint.verify(newer)
+        assert first.startswith(f"{newer / checkpoint.MODEL} cannot be read")
 
 
 def test_a_path_without_a_checkpoint_says_what_there_is(tmp_path):

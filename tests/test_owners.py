@@ -54,6 +54,8 @@ def test_only_what_belongs_beyond_doubt_to_a_dead_process_of_this_user_is_abando
         "living-torchrun": f"{mine} unlocked {boot} {namespace}",
         "other-boot": f"{DEAD} 1 locked 00000000-0000 {namespace}",
         "held": f"{DEAD} 1 locked {boot} {namespace}",
+        "outside-this-container": f"0 - unlocked {boot} {namespace}",
+        "hidden-then": f"{os.getpid()} - unlocked {boot} {namespace}",
         "half-written": f"{DEAD}",
         "strange": "an owner's notes on something else",
         "no-owner": None,
@@ -65,6 +67,44 @@ def test_only_what_belongs_beyond_doubt_to_a_dead_process_of_this_user_is_abando
         fcntl.flock(held, fcntl.LOCK_EX)
         expected = ["container-gone", "dead", "dead-torchrun", "number-given-again"]
         assert names(owners.abandoned(tmp_path)) == expected
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError, PermissionError])  # hidepid=2, hidepid=1
+def test_a_living_owner_that_proc_hides_is_seen(tmp_path, monkeypatch, error):
+    boot, namespace = owners._boot(), owners._namespace()
+    started = owners._started(os.getpid())
+    for name, pid in (("living", os.getpid()), ("dead", DEAD)):
+        directory(tmp_path, name, f"{pid} {started} unlocked {boot} {namespace}")
+
+    def hidden(pid):
+        raise error
+
+    monkeypatch.setattr(owners, "_stat", hidden)
+    assert names(owners.abandoned(tmp_path)) == ["dead"]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_a_process_that_may_not_be_signalled_is_alive(monkeypatch):
+    def hidden(pid):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(owners, "_stat", hidden)
+    os.seteuid(12345)
+    try:
+        assert owners.is_alive(1)
+    finally:
+        os.seteuid(0)
+
+
+def test_ranks_of_one_start_do_not_remove_each_others_directory(tmp_path, monkeypatch):
+    monkeypatch.setattr(sharedmem, "SHARED_MEMORY", tmp_path)
+    order = []
+    monkeypatch.setattr(sharedmem, "remove_leftovers", lambda: order.append(len(list(tmp_path.iterdir()))))
+    path = sharedmem.of_torchrun("a", 0, "1234")
+    assert sharedmem.of_torchrun("a", 0, "1234") == path
+    assert order == [0]  # swept before it was made, and not again
+    assert owners.abandoned(tmp_path) == []
+    assert sharedmem.of_torchrun("a", 0, "1235") != path
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory to another user")

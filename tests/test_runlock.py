@@ -1,3 +1,5 @@
+import errno
+import fcntl
 import os
 import re
 import socket
@@ -7,7 +9,7 @@ import sys
 import pytest
 
 from evenstep import cli
-from evenstep.errors import ConfigError
+from evenstep.errors import ConfigError, MachineError
 from evenstep.flat import from_flat
 from evenstep.runlock import held
 
@@ -45,6 +47,41 @@ def test_a_run_directory_is_free_when_the_process_that_held_it_was_killed(tmp_pa
         process.wait()
         with held(config):
             pass
+
+
+def test_a_full_disk_does_not_open_the_lock(tmp_path, monkeypatch):
+    config = from_flat({"run_dir": str(tmp_path)})
+
+    def write(descriptor, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", write)
+        lock = held(config)
+        lock.__enter__()
+    try:
+        with pytest.raises(ConfigError, match=r"in use by process \(unknown\) on host"), held(config):
+            pass
+    finally:
+        lock.__exit__(None, None, None)
+
+
+def test_only_a_file_system_without_locks_is_left_unlocked(tmp_path, monkeypatch):
+    config = from_flat({"run_dir": str(tmp_path)})
+
+    def failing(number):
+        def flock(descriptor, how):
+            raise OSError(number, os.strerror(number))
+
+        return flock
+
+    for number in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+        monkeypatch.setattr(fcntl, "flock", failing(number))
+        with held(config), held(config):
+            pass
+    monkeypatch.setattr(fcntl, "flock", failing(errno.EIO))
+    with pytest.raises(MachineError, match=r"cannot lock .*\.lock: Input/output error"), held(config):
+        pass
 
 
 def test_a_second_run_in_a_run_directory_is_refused_and_changes_nothing(tmp_path, monkeypatch, capfd):

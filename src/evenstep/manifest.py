@@ -128,7 +128,11 @@ def verify(path: str | Path) -> list[str]:
         return [str(error)]
     problems = []
     for name, entry in manifest["files"].items():
-        found = sha256_of(path / name)
+        try:
+            found = sha256_of(path / name)
+        except OSError as error:
+            problems.append(f"{path / name} cannot be read: {error.strerror}. {advice(path)}")
+            continue
         if found != entry["sha256"]:
             problems.append(
                 f"{path / name} is damaged: its SHA-256 is {found}, but {entry['sha256']} was written. "

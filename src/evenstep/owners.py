@@ -71,21 +71,26 @@ def abandoned(parent: Path) -> list[Path]:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process lives; one that has ended and waits for its parent does not."""
-    try:
+    """Return whether a process lives; one that has ended and waits for its parent does not.
+
+    A process id of 0, the parent's where that is in another container, tells nothing: it counts as living.
+    """
+    if pid <= 0:
+        return True
+    with contextlib.suppress(OSError, IndexError):  # /proc may hide other users' processes (hidepid)
         return _stat(pid)[0] not in ("Z", "X")
-    except FileNotFoundError:
-        if os.path.exists("/proc/self/stat"):
-            return False
-    except OSError:
-        return False
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         return True
     return True
+
+
+def container() -> str:
+    """Return the number of this process's space of process ids; containers have one each."""
+    return "".join(c for c in _namespace() if c.isdigit())
 
 
 def _is_abandoned(path: Path) -> bool:
@@ -114,7 +119,10 @@ def _is_abandoned(path: Path) -> bool:
         return False
     if namespace != _namespace():
         return how == _LOCKED  # the kernel frees a lock when its process ends, wherever that was
-    return not is_alive(int(pid)) or _started(int(pid)) != started
+    if not is_alive(int(pid)):
+        return True
+    # A living process that /proc hides, now or when this was written, may well be the owner.
+    return _UNKNOWN not in (started, now := _started(int(pid))) and now != started
 
 
 def _record(pid: int, how: str) -> str:

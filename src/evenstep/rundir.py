@@ -37,6 +37,8 @@ def newest_whole(run_dir: Path) -> Path | None:
         problems = verify(path)
         if not problems:
             return path
+        if not path.is_dir():  # removed meanwhile, by the run that goes on
+            continue
         for problem in problems:
             sys.stderr.write(f"evenstep: skipping a damaged checkpoint: {problem}\n")
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import socket
@@ -14,6 +15,8 @@ from evenstep import world as worlds
 from evenstep.config import TrainConfig
 from evenstep.errors import ConfigError, MachineError
 from evenstep.rundir import rank_0_is_here
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextlib.contextmanager
@@ -30,6 +33,7 @@ def held(config: TrainConfig, *, patience_s: float | None = None) -> Iterator[No
 
     Raises:
         ConfigError: another process has it.
+        MachineError: the file cannot be made, or not be locked although there are locks.
     """
     if not rank_0_is_here(config):
         yield
@@ -59,12 +63,6 @@ def _locked(path: Path, deadline: float) -> int | None:
             ) from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Its owner removes it at the end, perhaps between the two lines above.
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(lock), path.stat()):
-                    os.truncate(lock, 0)
-                    os.write(lock, f"{os.getpid()} {socket.gethostname()}\n".encode())
-                    return lock
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 pid, _, host = os.read(lock, 512).decode(errors="replace").strip().partition(" ")
@@ -75,7 +73,20 @@ def _locked(path: Path, deadline: float) -> int | None:
                     "their metrics. Wait for its end, or choose another --run-dir."
                 ) from None
             time.sleep(0.1)
-        except OSError:
+        except OSError as error:
             os.close(lock)
-            return None
+            if error.errno in _NO_LOCKS:
+                return None
+            raise MachineError(
+                f"cannot lock {path}: {error.strerror}. Without it two runs could mix their checkpoints. "
+                "Choose another directory with --run-dir."
+            ) from None
+        else:
+            # Its owner removes it at the end, perhaps between the opening and the locking.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock), path.stat()):
+                    with contextlib.suppress(OSError):  # a full disk: the lock holds without a name in it
+                        os.truncate(lock, 0)
+                        os.write(lock, f"{os.getpid()} {socket.gethostname()}\n".encode())
+                    return lock
         os.close(lock)

@@ -62,7 +62,7 @@ class Owned:
         self._directory.close()
 
 
-def of_torchrun(run_id: str, agent_pid: int) -> Path:
+def of_torchrun(run_id: str, agent_pid: int, port: str) -> Path:
     """Return the directory of a run that torchrun launches; made if it is not there.
 
     Nobody but torchrun outlives a restart of the workers there, so its pid and not a lock says whether the
@@ -70,14 +70,18 @@ def of_torchrun(run_id: str, agent_pid: int) -> Path:
 
     Args:
         run_id: torchrun's id of the run; the same for all runs that give none.
-        agent_pid: the process id of torchrun's agent, the parent of all workers of this machine.
+        agent_pid: the process id of torchrun's agent, the parent of all workers of this machine; 0 where
+            the parent is outside this container. Such a directory is never taken for a leftover.
+        port: where the run's processes meet.
     """
     safe = "".join(c if c.isalnum() else "_" for c in run_id)[:40]
     path = SHARED_MEMORY if is_usable(SHARED_MEMORY) else Path(tempfile.gettempdir())
-    path = path / f"{owners.PREFIX}{os.getuid()}-{safe}-{agent_pid}"
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=0o700)
-        remove_leftovers()
+    # Without a parent to be told by, two runs of one container still differ in the port where they meet.
+    key = str(agent_pid) if agent_pid > 0 else f"{owners.container()}-{port}"
+    path = path / f"{owners.PREFIX}{os.getuid()}-{safe}-{key}"
+    if not path.exists():
+        remove_leftovers()  # before it is made: other ranks may be in it right after
+    path.mkdir(mode=0o700, exist_ok=True)
     if path.stat().st_uid != os.getuid():
         raise PermissionError(f"{path} belongs to another user")
     owners.name(path, agent_pid)

@@ -237,7 +237,8 @@ def run_here(main: Callable[..., Any], args: tuple[Any, ...], setting: Setting) 
     )
     try:
         with shared:
-            directory = sharedmem.of_torchrun(place.run_id, os.getppid()) / f"launch-{first_store()}"
+            shm = sharedmem.of_torchrun(place.run_id, os.getppid(), world.variable("MASTER_PORT") or "")
+            directory = shm / f"launch-{first_store()}"
             directory.mkdir(exist_ok=True)
             recovery = _recovery(directory, place, setting)
             with (
