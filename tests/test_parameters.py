@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -12,6 +13,7 @@ from evenstep.errors import ConfigError
 from evenstep.parameters import Parameters, check_trained
 from evenstep.staging import Staging
 from evenstep.testing import kill_at, run_ranks
+from evenstep.world import World
 
 WIDTH = 6
 
@@ -273,6 +275,36 @@ def a_table_that_one_rank_has_cached_before(world):
     return train(model)
 
 
+class SharedGradients(nn.Module):
+    """Gives two parameters one gradient, two others parts of one, and one the same number everywhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.randn(WIDTH)) for _ in range(2))
+        self.first, self.second = (nn.Parameter(torch.randn(n)) for n in (2, WIDTH - 2))
+        self.flat = nn.Parameter(torch.randn(3, 2))
+
+    def forward(self, x):
+        return x * (self.a + self.b) * torch.cat([self.first, self.second])
+
+
+def loss_with_a_plain_sum(model, batch):
+    # The mean over a lane, so that the lanes' shares make the plain loss of the whole batch.
+    return (model(batch[0]).sum(1).square()).mean() + model.flat.sum()
+
+
+def gradients_that_share_memory(world):
+    return train(SharedGradients(), loss_with_a_plain_sum, clip_norm=1.0)
+
+
+def gradients_that_share_memory_with_statistics_of_all(world):
+    return train(SharedGradients(), loss_with_a_plain_sum, clip_norm=1.0, batchnorm="global")
+
+
+def gradients_that_share_memory_and_may_be_unused(world):
+    return train(SharedGradients(), loss_with_a_plain_sum, clip_norm=1.0, unused_parameters="allow")
+
+
 CASES = [
     a_model_called_by_closure,
     methods_of_the_model,
@@ -292,6 +324,9 @@ CASES = [
     complex_parameters,
     buffers_of_all_dtypes,
     a_table_that_one_rank_has_cached_before,
+    gradients_that_share_memory,
+    gradients_that_share_memory_with_statistics_of_all,
+    gradients_that_share_memory_and_may_be_unused,
 ]
 
 
@@ -428,3 +463,38 @@ def test_a_buffer_that_the_loop_writes_through_data_is_not_put_back_to_an_old_va
         model.table.add_(0.5)
         staging.rollback()
         assert model.table.tolist() == [step, step]
+
+
+@pytest.mark.parametrize("options", [{"batchnorm": "global"}, {"unused_parameters": "allow"}, {}], ids=str)
+def test_gradients_that_share_memory_are_those_of_plain_pytorch(options):
+    torch.manual_seed(7)
+    model = SharedGradients()
+    state = TrainState(model, sgd(model.parameters()), world=World(lanes=4), **options)
+    batch = next(iter(Loader(data(), 16, world=state.world).batches(state, epochs=1)))
+    whole = [torch.cat([part.data[i] for part in batch.lanes]) for i in range(2)]
+    loss = loss_with_a_plain_sum(model, whole)
+    expected = [g.clone() for g in torch.autograd.grad(loss, list(model.parameters()))]
+    train_step(state, batch, loss_with_a_plain_sum)
+    torch.testing.assert_close([p.grad for p in model.parameters()], expected)
+    assert len({p.grad.data_ptr() for p in model.parameters()}) == 5
+    state.lanes.close()
+
+
+def broadcasts_with_a_table_of_the_last_rank(world):
+    """The number of objects that were broadcast in a short training, and the table after it."""
+    model = Cached()
+    if world.rank == world.world_size - 1:
+        model(torch.zeros(1, WIDTH))
+    calls = []
+    broadcast = dist.broadcast_object_list
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            dist, "broadcast_object_list", lambda *args, **kw: (calls.append(1), broadcast(*args, **kw))
+        )
+        train(model)
+    return len(calls), model.table.tolist()
+
+
+def test_a_table_that_one_rank_has_cached_is_given_to_all_once():
+    found = run_ranks(broadcasts_with_a_table_of_the_last_rank, 3, lanes=3)
+    assert found == [(0, [float(i) for i in range(WIDTH)])] * 3

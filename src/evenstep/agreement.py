@@ -43,6 +43,10 @@ def check_same_model(module: nn.Module, world: World) -> None:
 def shared_tensors(module: nn.Module, world: World) -> list[Tensor]:
     """Return what parameters and buffers all processes have, in one order. Collective: every rank must call.
 
+    A table that is cached on some ranks only (None in the module of others) is given to the others first.
+    Else those would make it in each step anew, because after the step buffers are those of the last lane,
+    and that one has changed none.
+
     Args:
         module: the model, which has passed ``check_same_model``.
         world: this process.
@@ -51,7 +55,11 @@ def shared_tensors(module: nn.Module, world: World) -> list[Tensor]:
     mine = list(caches)
     digest = hashlib.sha256("\n".join(mine).encode()).digest()
     everybody = _unless_equal(int.from_bytes(digest[:7], "little"), mine, world)
-    common = set(mine).intersection(*(everybody or [mine]))
+    if everybody is not None:
+        _give_caches(module, world)
+        caches = _caches(module)
+        dist.all_gather_object(everybody, list(caches))
+    common = set(caches).intersection(*(everybody or [caches]))
     missing = {id(caches[line]) for line in caches if line not in common}
     return [*module.parameters(), *(b for b in module.buffers() if id(b) not in missing)]
 
@@ -114,6 +122,35 @@ def _caches(module: nn.Module) -> dict[str, Tensor]:
         for name, b in layer._buffers.items()
         if b is not None and name in layer._non_persistent_buffers_set
     }
+
+
+def _give_caches(module: nn.Module, world: World) -> None:
+    """Put what the first rank that has it has cached where others have None. Collective: all ranks."""
+    mine = {
+        f"{prefix}.{name}": (layer, name)
+        for prefix, layer in module.named_modules()
+        for name in layer._buffers
+        if name in layer._non_persistent_buffers_set
+    }
+    empty = {key for key, (layer, name) in mine.items() if layer._buffers[name] is None}
+    everybody: list[Any] = [None] * world.world_size
+    dist.all_gather_object(everybody, (set(mine), empty))
+    lacked = set().union(*(lacks for _, lacks in everybody))
+    givers = {
+        key: next(
+            (rank for rank, (names, lacks) in enumerate(everybody) if key in names and key not in lacks), None
+        )
+        for key in lacked
+    }
+    own = {key: mine[key] for key, rank in givers.items() if rank == world.rank}
+    given: list[Any] = [None] * world.world_size
+    dist.all_gather_object(
+        given, {key: layer._buffers[name].detach().cpu().clone() for key, (layer, name) in own.items()}
+    )
+    for values in given:
+        for key in values.keys() & empty:
+            layer, name = mine[key]
+            layer._buffers[name] = values[key].to(world.device)
 
 
 def _different(everybody: Sequence[Sequence[str]]) -> ConfigError:

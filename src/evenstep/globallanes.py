@@ -208,18 +208,14 @@ class GlobalLanes:
 
     def _add(self, gradients: Sequence[Tensor | None], part: LaneBatch) -> None:
         """Put a lane's gradient on the stack and make the sums of the tree that are due."""
+        params = self._parameters.trained
         missing = [name for name, g in zip(self._parameters.names, gradients, strict=True) if g is None]
         if not self._allow_unused and (missing or not gradients):
             raise unused_error(missing)
         used = [g is not None and part.size > 0 for g in gradients]
         own = torch.tensor(used, dtype=torch.uint8, device=self._device)
         self._used = own if self._used is None else self._used | own
-        self._gradients.append(
-            [
-                torch.zeros_like(p) if g is None or not part.size else g
-                for p, g in zip(self._parameters.trained, gradients, strict=True)
-            ]
-        )
+        self._gradients.append(_of_their_own(gradients if part.size else [None] * len(gradients), params))
         for _ in range(self._merges[part.lane - self._world.own_lanes.start]):
             right = self._gradients.pop()
             torch._foreach_add_(self._gradients[-1], right)
@@ -262,3 +258,22 @@ class GlobalLanes:
             "same BatchNorm layers in the same order, because they share their statistics. Let the model's "
             "path not depend on the data, or pass --batchnorm lane."
         )
+
+
+def _of_their_own(gradients: Sequence[Tensor | None], params: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients, zeros for None, so that each can be written to without changing another.
+
+    autograd.grad gives parameters that are added the same tensor, or parts of one, and for ``p.sum()`` one
+    number in all places. ``backward`` copies these before it leaves them in ``.grad``.
+    """
+    own: list[Tensor] = []
+    taken: set[int] = set()
+    for p, gradient in zip(params, gradients, strict=True):
+        if gradient is None:
+            own.append(torch.zeros_like(p))
+            continue
+        memory = gradient.untyped_storage().data_ptr()
+        is_shared = memory in taken or 0 in gradient.stride()
+        own.append(torch.empty_like(p).copy_(gradient) if is_shared else gradient)
+        taken.add(memory)
+    return own
