@@ -77,6 +77,26 @@ if __name__ == "__main__":
     print(early, server == launch(lambda world: os.getppid(), nproc=1, device="cpu"))
 """
 
+POOL = """
+import multiprocessing, os, signal, sys
+import evenstep
+
+def signals(_=None):
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    return [signal.getsignal(n).name for n in numbers], sorted(blocked)
+
+def main(world):
+    return os.getpid()
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["launch"]:
+        evenstep.launch(main, nproc=1, device="cpu", threads=1)
+    with multiprocessing.get_context("forkserver").Pool(2) as pool:
+        print(pool.map(signals, range(2)))
+    print("ended")
+"""
+
 
 def ran(how, *words, cwd, **options):
     """Return what a script printed, what it complained of, and its exit code."""
@@ -88,7 +108,7 @@ def ran(how, *words, cwd, **options):
 def project(tmp_path):
     """A directory with scripts in it."""
     (tmp_path / "project").mkdir()
-    for name, text in (("whole", WHOLE), ("ends", ENDS), ("server", SERVER)):
+    for name, text in (("whole", WHOLE), ("ends", ENDS), ("server", SERVER), ("pool", POOL)):
         (tmp_path / "project" / f"{name}.py").write_text(textwrap.dedent(text))
     (tmp_path / "project" / "beside.py").write_text("NAME = __name__\n")
     return tmp_path
@@ -138,6 +158,14 @@ def test_a_script_that_is_no_python_and_an_interrupt(project):
 def test_the_fork_server_begins_before_the_script_and_its_workers_come_from_it(project):
     assert ran(PYTHON, "project/server.py", cwd=project) == ("False False\n", "", 0)
     assert ran(RUN, "project/server.py", cwd=project) == ("True True\n", "", 0)
+
+
+@pytest.mark.parametrize("word", ["", "launch"])
+def test_a_scripts_own_pool_ends_as_with_python(project, word):
+    for how in (PYTHON, RUN):
+        out, err, code = ran(how, "project/pool.py", word, cwd=project)
+        all_default = (["SIG_DFL"] * 4, [])
+        assert (out, err, code) == (f"{[all_default] * 2}\nended\n", "", 0)
 
 
 def test_a_module_of_a_package(project):

@@ -9,9 +9,12 @@ import atexit
 import contextlib
 import gc
 import importlib
+import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import time
+from typing import Any
 
 # torch._dynamo is imported by the constructor of DistributedDataParallel, which takes about a second.
 MODULES = (
@@ -37,8 +40,10 @@ MODULES = (
 )
 
 # As for the helper processes in launcher.warm_up, whose mask of blocked signals the workers take off.
-for _number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT):
-    signal.signal(_number, signal.SIG_IGN)
+_before = {
+    number: signal.signal(number, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
+}
 
 # SIGINT stays blocked, too: at Ctrl-C the imports below would end with a traceback. multiprocessing ignores
 # it later, but gives what it forks the handler of now, which is Python's own; the mask is taken off here.
@@ -51,6 +56,28 @@ def _heed_ctrl_c() -> None:
 
 
 os.register_at_fork(after_in_child=_heed_ctrl_c)
+
+
+def _heed_signals(_: object) -> None:
+    """Give a process that the script itself has started in this server the signals of any other process.
+
+    A Pool ends its processes with SIGTERM, and would wait for ever. Workers and the launching process set
+    theirs when they are ready for them; until then a signal to the whole group must not end them.
+    """
+    if os.getppid() != _SERVER:  # started by a process that has come by here, and as that one is
+        return
+    process: Any = multiprocessing.current_process()
+    started = (process._target, *process._args[:1])  # torch wraps what it starts, and so does its agent
+    if not _OURS.isdisjoint(getattr(what, "__module__", None) for what in started):
+        return
+    for number, handler in _before.items():
+        signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _before)
+
+
+_OURS = {"torch.distributed.elastic.multiprocessing.api", "evenstep.apart"}
+# Called when the process knows what it is to run, before that begins.
+multiprocessing.util.register_after_fork(_heed_signals, _heed_signals)
 
 _GONE_TRIES, _GONE_EVERY_S = 100, 0.005
 _parent = os.getppid()
