@@ -49,6 +49,25 @@ def test_a_run_directory_is_free_when_the_process_that_held_it_was_killed(tmp_pa
             pass
 
 
+def test_a_second_launching_process_of_the_same_run_passes(tmp_path):
+    def config(endpoint="localhost:29411", name="a", nnodes=2):
+        options = {"run_dir": str(tmp_path), "nnodes": nnodes, "rdzv_endpoint": endpoint, "rdzv_id": name}
+        return from_flat(options)
+
+    with held(config()):
+        with held(config()):
+            assert (tmp_path / ".lock").read_text().split()[2:] == ["localhost:29411", "a"]
+        assert (tmp_path / ".lock").exists()  # the first one still has it
+        for other in (config("localhost:29412"), config(name="b"), from_flat({"run_dir": str(tmp_path)})):
+            message = f"in use by process {os.getpid()} on host {re.escape(socket.gethostname())}:"
+            with pytest.raises(ConfigError, match=message), held(other, patience_s=0.1):
+                pass
+    assert list(tmp_path.iterdir()) == []
+    lone = config(nnodes=1)  # one machine has one launching process
+    with held(lone), pytest.raises(ConfigError, match="in use"), held(lone):
+        pass
+
+
 def test_a_full_disk_does_not_open_the_lock(tmp_path, monkeypatch):
     config = from_flat({"run_dir": str(tmp_path)})
 
