@@ -1,6 +1,7 @@
 """``evenstep run``: a script runs as with python, and its workers' fork server begins before it."""
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -62,6 +63,8 @@ def fail():
     raise Own("what went wrong")
 
 if sys.argv[1] == "interrupt":
+    import atexit
+    atexit.register(print, "at the end")
     raise KeyboardInterrupt
 exec(sys.argv[1])
 """
@@ -149,10 +152,14 @@ def test_a_script_that_is_no_python_and_an_interrupt(project):
     (project / "wrong.py").write_text("x = 1\na b\n")
     python, ours = (ran(how, "wrong.py", cwd=project, env=environment) for how in (PYTHON, RUN))
     assert python == ours
-    _, text, code = ran(RUN, "project/ends.py", "interrupt", cwd=project, env=environment)
-    assert code == 130
-    assert text.endswith("KeyboardInterrupt\n")
-    assert "evenstep" not in text
+    installed = [str(Path(sys.executable).with_name("evenstep")), "run"]
+    python, ours, command = (
+        ran(how, "project/ends.py", "interrupt", cwd=project, env=environment)
+        for how in (PYTHON, RUN, installed)
+    )
+    assert python == ours == command
+    assert ours[0] == "at the end\n"
+    assert ours[2] == -signal.SIGINT
 
 
 def test_the_fork_server_begins_before_the_script_and_its_workers_come_from_it(project):

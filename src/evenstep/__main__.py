@@ -25,9 +25,14 @@ def run() -> None:
                 stream.flush()
         os._exit(code)
 
-    if sys.argv[1:2] != ["run"]:  # a script's files are flushed and closed when Python takes all apart
+    is_script = sys.argv[1:2] == ["run"]
+    if not is_script:  # a script's files are flushed and closed when Python takes all apart
         atexit.register(leave)
     code = main(run=apart.run)
+    if is_script:
+        from evenstep import script
+
+        script.end(code)
     sys.exit(code)
 
 

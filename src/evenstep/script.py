@@ -14,6 +14,7 @@ import sys
 import types
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from evenstep.errors import ConfigError, MachineError, did_you_mean
 
@@ -32,8 +33,8 @@ def run(argv: Sequence[str]) -> int:
     """Run ``evenstep run SCRIPT [ARGS]`` or ``evenstep run -m MODULE [ARGS]`` in this process.
 
     Returns:
-        The exit code that the script would have with ``python``: its own, or 1 after an error and 130 after
-        an interrupt that it let through, which is printed as Python prints it.
+        The exit code that the script would have with ``python``: its own, or 1 after an error, which is
+        printed as Python prints it; 130 after an interrupt that it let through (see :func:`end`).
 
     Raises:
         ConfigError: there is no such script or module.
@@ -77,8 +78,31 @@ def run(argv: Sequence[str]) -> int:
         trace = error.__traceback__
         error.__traceback__ = trace = trace and trace.tb_next and trace.tb_next.tb_next
         sys.excepthook(type(error), error, trace)
-        return 130 if isinstance(error, KeyboardInterrupt) else 1
+        if not isinstance(error, KeyboardInterrupt):
+            return 1
+        _interrupts.append(error)
+        return 130
     return 0
+
+
+_interrupts: list[KeyboardInterrupt] = []
+
+
+def end(code: int) -> NoReturn:
+    """End this process as Python does after a script: with its exit code, or by SIGINT after an interrupt.
+
+    So a loop in a shell ends with the script that Ctrl-C ended. What is to be done at the end is done before.
+    """
+    if not _interrupts:
+        sys.exit(code)
+    hook = sys.excepthook
+
+    def hooked(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        if error is not _interrupts[0]:  # which has been printed
+            hook(kind, error, trace)
+
+    sys.excepthook = hooked
+    raise _interrupts[0]
 
 
 def _run_file(path: str, code: bytes) -> None:
