@@ -1,6 +1,7 @@
 """What a launch leaves outside its run directory when its processes are killed: nothing, whoever is."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import signal
@@ -8,11 +9,13 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from conftest import descendants, gone_within
 from evenstep import owners, sharedmem
+from evenstep.errors import MachineError
 
 DEAD = 4194304999  # above every process id
 LAUNCHING = """
@@ -125,6 +128,48 @@ def test_a_directory_is_held_until_it_is_closed(tmp_path):
     own.close()
     own.close()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("call", ["write", "open"])
+def test_a_directory_that_cannot_be_held_does_not_stay(tmp_path, monkeypatch, call):
+    real = getattr(os, call)
+
+    def full(*words, **options):
+        if call == "open" and not str(words[0]).endswith("/owner"):
+            return real(*words, **options)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, call, full)
+        with pytest.raises(MachineError, match=r"cannot make a directory in .*: No space left .*TMPDIR"):
+            owners.Directory(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("what", ["owners.Directory", "agent.Heartbeats", "agent.Verdict"])
+def test_a_launch_that_cannot_begin_leaves_no_directory(tmp_path, monkeypatch, what):
+    from evenstep import agent
+
+    shared, temporary = tmp_path / "shm", tmp_path / "t"
+    for path in (shared, temporary):
+        path.mkdir()
+    monkeypatch.setattr(sharedmem, "SHARED_MEMORY", shared)
+    monkeypatch.setattr(owners, "temporary", lambda: temporary)
+    made = []
+
+    def full(*_):
+        if what == "owners.Directory" and not made:  # the first one, in shared memory, is still made
+            made.append(directory_of(shared))
+            return made[0]
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    directory_of = owners.Directory
+    monkeypatch.setattr(f"evenstep.{what}", full)
+    plan = mock.Mock(nproc=1, payload=b"", grace_s=1.0)
+    plan.setting.run_dir = None
+    with pytest.raises(MachineError, match=r"No space left on device\. Free some space there"):
+        agent.Run(plan, None)
+    assert [*shared.iterdir(), *temporary.iterdir()] == []
 
 
 def left(temporary, pids):

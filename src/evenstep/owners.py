@@ -15,6 +15,8 @@ import stat
 import tempfile
 from pathlib import Path
 
+from evenstep.errors import MachineError
+
 PREFIX = "evenstep-"
 _OWNER = "owner"
 _LOCKED, _UNLOCKED = "locked", "unlocked"
@@ -28,10 +30,28 @@ class Directory:
     Args:
         parent: where it is made; by default the directory for temporary files, or ``/tmp`` if the path of a
             Unix socket in the new directory would be too long.
+
+    Raises:
+        MachineError: the directory cannot be made, or not be written.
     """
 
     def __init__(self, parent: Path | None = None) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=temporary() if parent is None else parent))
+        parent = temporary() if parent is None else parent
+        self._lock = -1
+        try:
+            self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+            try:
+                self._hold()
+            except BaseException:
+                self.close()
+                raise
+        except OSError as error:
+            raise MachineError(
+                f"cannot make a directory in {parent}: {error.strerror}. A launch keeps small files there "
+                "while it runs. Free some space, or set TMPDIR to another directory."
+            ) from None
+
+    def _hold(self) -> None:
         self._lock = os.open(self.path / _OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         how = _LOCKED
         try:
