@@ -182,3 +182,25 @@ def test_a_long_name_of_the_temporary_directory_does_not_matter(monkeypatch, tmp
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
     assert launch(lambda world: 1, nproc=1, **CPU) == 1
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_faulthandlers_own_signal_stays(is_own, tmp_path):
+    text = f"""
+        import contextlib, faulthandler, os, signal, sys
+        from evenstep import agent
+        if {is_own}:
+            faulthandler.register(signal.SIGQUIT)
+        run = agent.Run.__new__(agent.Run)
+        run._on_signal = lambda number, frame: print("launch's", flush=True)
+        for _ in range(2):
+            with run._signals_handled():
+                os.kill(os.getpid(), signal.SIGQUIT)
+        if {is_own}:
+            os.kill(os.getpid(), signal.SIGQUIT)
+        print("ended")
+    """
+    done = run_script(text, path=tmp_path / "s.py", timeout=120)
+    dumps = done.stderr.count("most recent call first")
+    assert (done.stdout, dumps) == (("ended\n", 3) if is_own else ("launch's\n" * 2 + "ended\n", 0))
+    assert done.returncode == 0

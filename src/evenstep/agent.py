@@ -81,28 +81,38 @@ class Run:
         self._lock = threading.Lock()
         self._hidden = contextlib.ExitStack()
         self._key = secrets.token_bytes(32)
-        self.shared = sharedmem.Owned(plan.setting.run_dir)
-        self._private = owners.Directory()
+        try:
+            with contextlib.ExitStack() as opened:
+                self.shared = sharedmem.Owned(plan.setting.run_dir)
+                opened.callback(self.shared.close)
+                self._private = owners.Directory()
+                opened.callback(self._private.close)
+                self._open(plan, on_message, opened)
+                opened.pop_all()
+        except OSError as error:
+            raise MachineError(
+                f"cannot make the files of a launch in {sharedmem.SHARED_MEMORY} and {owners.temporary()}: "
+                f"{error.strerror}. Free some space there, or set TMPDIR to another directory."
+            ) from error
+
+    def _open(self, plan: Plan, on_message: Any, opened: contextlib.ExitStack) -> None:
         self.directory = str(self._private.path)
         beats = Heartbeats(self.shared.path, plan.nproc)
         self._course = Course(plan=plan, beats=beats, nproc=plan.nproc)
-        try:
-            self._relay = Relay(self.directory)
-            Path(self.directory, "program.pkl").write_bytes(plan.payload)
-            self.server = Server(
-                self.directory,
-                self._key,
-                plan.nproc,
-                on_message,
-                plan.grace_s,
-                on_connected=self._on_connected,
-                is_saving=self._course.is_saving,
-            )
-            self._verdict = Verdict(self._course, self.server, self.directory, self.shared.path)
-        except BaseException:
-            self.shared.close()
-            self._private.close()
-            raise
+        self._relay = Relay(self.directory)
+        opened.callback(self._relay.close)
+        Path(self.directory, "program.pkl").write_bytes(plan.payload)
+        self.server = Server(
+            self.directory,
+            self._key,
+            plan.nproc,
+            on_message,
+            plan.grace_s,
+            on_connected=self._on_connected,
+            is_saving=self._course.is_saving,
+        )
+        opened.callback(self.server.close)
+        self._verdict = Verdict(self._course, self.server, self.directory, self.shared.path)
 
     def run(self) -> Any:
         """Start the workers, wait for their end, and return the value or raise what went wrong."""
@@ -349,8 +359,12 @@ class Run:
         before = {number: signal.getsignal(number) for number in (*_SIGNALS, _OF_TORCH)}
         for number in _SIGNALS:
             # Left alone: what nohup or a shell's & ignores, and two that may have another meaning here.
-            is_own = number in (signal.SIGUSR1, signal.SIGQUIT) and before[number] != signal.SIG_DFL
-            if before[number] != signal.SIG_IGN and not is_own:
+            is_own = number in (signal.SIGUSR1, signal.SIGQUIT) and (
+                before[number] != signal.SIG_DFL or _is_caught(number)
+            )
+            if before[number] == signal.SIG_IGN or is_own:
+                del before[number]
+            else:
                 signal.signal(number, self._on_signal)
         try:
             yield
@@ -400,3 +414,12 @@ class _Starts(LogsSpecs):
     def root_log_dir(self) -> str:
         """The private directory of the run."""
         return self._run.directory
+
+
+def _is_caught(number: int) -> bool:
+    """Return whether this process has a handler for a signal; Python does not know of faulthandler's."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
