@@ -88,10 +88,14 @@ def words_of(flags):
 
 def short(command, flags):
     """The flags of a line, and those that make it short."""
-    flags = {flag: [INSTEAD.get(value, value) for value in values] for flag, values in flags.items()}
+    instead = {
+        name: other for name, other in INSTEAD.items() if name != "resnet9" or "--batchnorm" not in flags
+    }
+    flags = {flag: [instead.get(value, value) for value in values] for flag, values in flags.items()}
     ends_by_itself = {"--smoke-test", "--steps"} & flags.keys()
     for flag, value in SHORT.get(command, {}).items():
-        is_kept = "--resume" in flags and flag in ("--data", "--threads")  # they are those of the run
+        # They are those of the run, or of the loop of one's own.
+        is_kept = {"--resume", "--main"} & flags.keys() and flag in ("--data", "--threads")
         if flag not in flags and not (flag == "--steps" and ends_by_itself) and not is_kept:
             flags[flag] = [] if value is None else [value]
     return flags
