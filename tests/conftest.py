@@ -56,11 +56,13 @@ def gone_within(condition, seconds=PATIENCE_S):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def heeds_ctrl_c():
-    """A shell lets its background jobs ignore SIGINT, and what they start inherits that."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+def heeds_the_keyboard():
+    """A shell lets its background jobs ignore SIGINT and SIGQUIT, and what they start inherits that."""
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGQUIT: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

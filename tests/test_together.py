@@ -1,9 +1,11 @@
 """Several TrainStates, several steps a batch, and the loop's body: after a death, a stop, a resume."""
 
+import dataclasses
 import itertools
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +15,9 @@ from torch.utils.data import TensorDataset
 
 from evenstep import Loader, TrainState, checkpoint, rescue, snapshot, train_step, weights_sha256
 from evenstep.data.batch import Batch
-from evenstep.errors import StoppedError
+from evenstep.errors import CheckpointError, StoppedError
 from evenstep.position import Position, Progress
+from evenstep.recovery import Recovery
 from evenstep.testing import run_ranks
 from evenstep.together import Together
 
@@ -357,3 +360,104 @@ def test_the_batch_that_is_due_once_more_outlives_another_death_before_the_loop_
         progress.take_progress(values)
         assert progress.start == Position(2, 0, 2)
     assert progress.replayed(batch_of(2)) is not None
+
+
+def test_a_checkpoint_without_this_state_is_an_error_where_it_was_asked_for(tmp_path):
+    def main(world, path=None):
+        states = [state_of(nn.Linear(6, 3)) for _ in range(3 if path else 2)]
+        for number, state in enumerate(states):
+            nn.init.constant_(state.model.weight, number + 1.0)
+        if path is None:
+            for batch in Loader(points(), 8).batches(states[0], epochs=1):
+                for state in states:
+                    train_step(state, batch, classifier)
+            states[0].save(wait=True)
+            return digest(*states)
+        with pytest.raises(CheckpointError, match="nothing of TrainState number 2: it holds number 0, 1,"):
+            states[2].restore(path)
+        with pytest.raises(CheckpointError, match="number 7"):
+            states[0].restore(path, number=7)
+        assert states[2].resumed_from is None
+        states[2].restore(path, number=1)
+        states[1].restore(path)
+        return digest(states[1], states[2])
+
+    (saved,) = run_ranks(main, 1, run_dir=str(tmp_path), **CPU)
+    (info,) = checkpoint.ls(tmp_path)
+    assert run_ranks(main, 2, str(info.path), **CPU) == [[saved[1], saved[1]]] * 2
+
+
+def test_the_second_state_does_not_take_nor_pass_over_an_old_checkpoint_that_may_be_its_own(tmp_path):
+    def main(world, is_old):
+        first = state_of(nn.Linear(6, 3))
+        if not world.resume:
+            for batch in Loader(points(), 8).batches(first, epochs=1):
+                train_step(first, batch, classifier)
+            values = first.checkpoint_values()
+            if is_old:
+                del values["training"]["position"]["batch"]
+            checkpoint.save(world.run_dir, **values, keep=3)
+            return 0
+        if is_old:
+            with pytest.raises(CheckpointError, match="does not say which one"):
+                state_of(nn.Linear(6, 3))
+            return first.step
+        return first.step + state_of(nn.Linear(6, 3)).step  # it came later: it begins anew
+
+    for is_old in (True, False):
+        run_dir = str(tmp_path / str(is_old))
+        run_ranks(main, 1, is_old, run_dir=run_dir, **CPU)
+        assert run_ranks(main, 1, is_old, run_dir=run_dir, resume=True, **CPU) == [4]
+
+
+def test_a_commit_tells_the_stream_of_snapshots_before_anybody_may_take_one():
+    """On a GPU the optimizer's kernels still run when the commit has returned."""
+
+    def main(world):
+        class Event:
+            def record(self):
+                told.append((world.recovery._lock.locked(), state.step))
+
+        told = []
+        state = state_of(nn.Linear(6, 3))
+        state._committed = Event()
+        for batch in Loader(points(), 8).batches(state, steps=2):
+            train_step(state, batch, classifier)
+        return told
+
+    assert run_ranks(main, 1, **CPU) == [[(False, 0), (True, 1), (False, 1), (True, 2)]]
+
+
+@pytest.mark.parametrize("is_asked", [(False, True), (True, False), (True, True)])
+def test_machines_whose_snapshots_of_a_step_differ_go_on_from_one_of_them(is_asked, tmp_path):
+    def main(world, parent):
+        memory = Path(parent) / f"memory-{world.rank}"
+        progress = Progress(torch.device("cpu"), Together())
+        batch = batch_of(2)
+        progress.handed_out(batch)
+        progress.count_step(batch, no_loss(), 0.1, None)
+        if is_asked[world.rank]:
+            progress.asked()
+        training = progress.progress_values(cut_off=True)
+        state = {"model": {"w": torch.ones(3)}, "training": training, "meta": {}, "step": 1}
+        snapshot.save([memory], [state], total=1, rank=world.rank)
+        recovery = Recovery(memory, None, rank=world.rank, local_rank=0, local_world_size=1, restart=1)
+        recovery.agree(dataclasses.replace(world, local_world_size=1, num_nodes=2, run_dir=None))
+        return recovery.found().training["again"], recovery._snapshot.rank
+
+    first, second = run_ranks(main, 2, str(tmp_path), **CPU)
+    assert first[0] == second[0] == (None if is_asked[0] else {"step": 2, "epoch": 0, "epoch_step": 2})
+    assert (first[1], second[1]) == (0, 1 if all(is_asked) else 0)
+
+
+def test_the_digest_of_a_snapshot_is_that_of_its_states(tmp_path):
+    def digest_of(rank=0, **training):
+        state = {"model": {"w": torch.ones(2, 3).T}, "training": training, "meta": {"a": [1]}, "step": 1}
+        directory = tmp_path / str(len(list(tmp_path.iterdir())))
+        return snapshot.read(snapshot.save([directory], [None, state], total=1, rank=rank)).digest()
+
+    half = torch.tensor([float("nan"), 1.0], dtype=torch.bfloat16)
+    same = digest_of(x=half, y={"n": (1, None)}), digest_of(rank=1, x=half.clone(), y={"n": (1, None)})
+    others = digest_of(x=half.float(), y={"n": (1, None)}), digest_of(x=half, y={"n": (2, None)})
+    assert same[0] == same[1]
+    assert len({same[0], *others, digest_of(x=torch.empty(0)), digest_of(x=torch.tensor(True))}) == 5

@@ -346,7 +346,7 @@ class Recovery:
         elif total >= 0:
             holders = [rank for rank, row in enumerate(everybody.tolist()) if row[0] == total]
             content: Any = path if path is not None and snapshot.total_of(path) == total else None
-            if len(holders) < world.world_size:
+            if len(holders) < world.world_size or _differ(content, world):
                 content = _sent(content, holders[0], world)
             self._snapshot = snapshot.read(content)
             restored, origin = total, f"rank {self._snapshot.rank}'s snapshot"
@@ -416,6 +416,14 @@ def _history(directory: Path) -> Sequence[dict[str, Any]]:
     except OSError:
         return ()
     return [json.loads(line) for line in lines]
+
+
+def _differ(content: Path, world: World) -> bool:
+    """Whether the machines' own snapshots of the same step differ. Collective if there are several."""
+    if world.world_size == world.local_world_size:
+        return False
+    everybody = gathered(torch.tensor([snapshot.read(content).digest()]), world)
+    return bool((everybody != everybody[0]).any())
 
 
 def _sent(content: Path | None, holder: int, world: World) -> bytes:

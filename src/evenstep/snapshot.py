@@ -2,13 +2,16 @@
 
 One file holds all TrainStates of a process between two commits. It is named by the number of steps that they
 have committed together; all processes do the same steps in the same order, so of two files the one with the
-higher number is further on, and two with the same number are the same. Reading one runs no code from it.
+higher number is further on. Of two with the same number, which two machines have written, the weights are the
+same; but what a loop's body changes, and whether it has done all with the last batch, may differ, as their
+processes were in other places of it. All go on from one of them then. Reading one runs no code from it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import io
 import os
 import shutil
@@ -39,6 +42,16 @@ class Snapshot:
     total: int
     rank: int
     states: list[Checkpoint | None]
+
+    def digest(self) -> int:
+        """Return a number in 64 bits, with sign, that is the same for the same states, whoever saved them."""
+        sha = hashlib.sha256()
+        for state in self.states:
+            if state is None:
+                sha.update(b"none;")
+            else:
+                _take_into(sha, [state.step, state.meta, state.model, state.training])
+        return int.from_bytes(sha.digest()[:8], "little", signed=True)
 
 
 def save(
@@ -134,3 +147,22 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors(item)
+
+
+def _take_into(sha: Any, value: Any) -> None:
+    """Take a value of a snapshot into a hash: its bits, and how it is nested."""
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized:
+        sha.update(f"{value.dtype}{tuple(value.shape)};".encode())
+        values = value.detach().resolve_conj().resolve_neg().contiguous()
+        sha.update(values.reshape(-1).view(torch.uint8).numpy())
+    elif isinstance(value, dict):
+        sha.update(f"dict{len(value)};".encode())
+        for key, item in value.items():
+            _take_into(sha, key)
+            _take_into(sha, item)
+    elif isinstance(value, (list, tuple)):
+        sha.update(f"{type(value).__name__}{len(value)};".encode())
+        for item in value:
+            _take_into(sha, item)
+    else:
+        sha.update(f"{value!r};".encode())

@@ -33,7 +33,7 @@ from evenstep.position import Progress
 from evenstep.recovery import doing
 from evenstep.resuming import newest_whole
 from evenstep.saving import Saved, Saver
-from evenstep.several import joined, part_of
+from evenstep.several import joined, part_asked_for, part_to_go_on
 from evenstep.storable import plain_values
 from evenstep.unsaved import Unsaved, put_back
 from evenstep.world import World, current
@@ -61,7 +61,8 @@ class TrainState(Progress):
         optimizer: the optimizer over its parameters.
         schedule: the learning rate's course: a ``evenstep.optim.Schedule``, or a torch scheduler. torch's
             ReduceLROnPlateau is saved and restored, but stepped by you, since it needs your metric.
-        schedule_every: when a torch scheduler is stepped.
+        schedule_every: when a torch scheduler is stepped: after each step, or after the first step on an
+            epoch's last batch. Further steps on that batch have the next epoch's rate already.
         clip_norm: clip the norm of the whole gradient to this.
         ema_decay: keep an exponential moving average of the weights with this decay in ``ema``.
         precision: ``fp32``, or ``bf16`` or ``fp16`` for the forward pass (autocast; the weights stay fp32).
@@ -167,7 +168,7 @@ class TrainState(Progress):
         if found is not None:
             self._take(found, "snapshot")
         elif recovery is not None and recovery.found_checkpoint is not None:
-            self.restore(recovery.found_checkpoint)
+            self._restore(recovery.found_checkpoint, verified=False)
         elif self.world.resume and self.world.run_dir is not None:
             path = newest_whole(self.world.run_dir, self.world)
             if path is not None:
@@ -227,6 +228,8 @@ class TrainState(Progress):
         now(self.world, Activity.COMMIT)
         with self.world.recovery:
             result = self._commit(batch, loss, count)
+            if self._committed is not None:
+                self._committed.record()  # on a GPU, the optimizer's kernels may still run
         now(self.world, Activity.USER)
         return result
 
@@ -404,25 +407,25 @@ class TrainState(Progress):
         """Return the checkpoints that have got onto the disk since the last call."""
         return self._saver.take_saved()
 
-    def restore(self, path: str | Path) -> None:
-        """Take the state of a checkpoint. Every rank must call, with the same path.
+    def restore(self, path: str | Path, *, number: int | None = None) -> None:
+        """Take the state of a checkpoint. Every rank must call, with the same path and number.
 
         Args:
             path: the checkpoint's directory, ``RUN_DIR/checkpoints/step-00000390``.
+            number: which TrainState of the checkpoint, counted from 0 in the order in which its main made
+                them. By default the one with this state's number, or the only one.
 
         Raises:
-            CheckpointError: it is missing, damaged, or of another model or optimizer.
+            CheckpointError: it is missing, damaged, of another model or optimizer, or has no such TrainState.
         """
-        self._restore(Path(path), verified=False)
+        found = part_asked_for(checkpoint.load(Path(path), verified=False), self.number or 0, number)
+        self._take(found, str(path))
+        self.resumed_from = Path(path)
 
     def _restore(self, path: Path, *, verified: bool) -> None:
-        """Take this state's part of a checkpoint, or all of one that holds a single TrainState."""
-        whole = checkpoint.load(path, verified=verified)
-        is_made = self.number is not None
-        number = self.world.together.next_number if self.number is None else self.number
-        found = part_of(whole, number)
-        if found is None and is_made and not whole.training.get("others"):
-            found = whole
+        """Take this state's part of a checkpoint as it is made. It may have none: main came to it later."""
+        number = self.world.together.next_number
+        found = part_to_go_on(checkpoint.load(path, verified=verified), number)
         if found is None:
             logger.warning(
                 "{} has nothing of TrainState number {} of this main, counted from 0: it begins anew",
