@@ -59,6 +59,7 @@ def gone_within(condition, seconds=PATIENCE_S):
 def heeds_the_keyboard():
     """A shell lets its background jobs ignore SIGINT and SIGQUIT, and what they start inherits that."""
     handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGQUIT: signal.SIG_DFL}
+    handlers[signal.SIGHUP] = signal.SIG_DFL  # nohup
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     yield
     for number, handler in before.items():
