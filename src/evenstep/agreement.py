@@ -33,9 +33,7 @@ def check_same_model(module: nn.Module, world: World) -> None:
     Raises:
         ConfigError: on every rank; names the first parameter or buffer that differs.
     """
-    mine = _described(module)
-    digest = hashlib.sha256("\n".join(mine).encode()).digest()
-    everybody = _unless_equal(int.from_bytes(digest[:7], "little"), mine, world)
+    everybody = _unless_alike(_described(module), world)
     if everybody is not None:
         raise _different(everybody)
 
@@ -52,9 +50,7 @@ def shared_tensors(module: nn.Module, world: World) -> list[Tensor]:
         world: this process.
     """
     caches = _caches(module)
-    mine = list(caches)
-    digest = hashlib.sha256("\n".join(mine).encode()).digest()
-    everybody = _unless_equal(int.from_bytes(digest[:7], "little"), mine, world)
+    everybody = _unless_alike(list(caches), world)
     if everybody is not None:
         _give_caches(module, world)
         caches = _caches(module)
@@ -89,14 +85,27 @@ def check_same_precision(precision: str, reason: str, world: World) -> None:
     )
 
 
+def gathered(mine: Tensor, world: World) -> Tensor:
+    """Return everybody's whole numbers, one row a rank. Collective."""
+    mine = mine.to(world.device)
+    rows = [torch.empty_like(mine) for _ in range(world.world_size)]
+    if world.world_size > 1:
+        dist.all_gather(rows, mine)
+    else:
+        rows = [mine]
+    return torch.stack(rows).cpu()
+
+
+def _unless_alike(lines: Sequence[str], world: World) -> list[Any] | None:
+    """Return the lines of each rank if they are not the same on all, else None. Collective."""
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    return _unless_equal(int.from_bytes(digest[:7], "little"), lines, world)
+
+
 def _unless_equal(number: int, mine: Any, world: World) -> list[Any] | None:
     """Return what each rank calls its own if their numbers are not all equal, else None. Collective."""
-    if world.world_size == 1:
-        return None
-    sent = torch.tensor([number], device=world.device)
-    numbers = [torch.empty_like(sent) for _ in range(world.world_size)]
-    dist.all_gather(numbers, sent)
-    if len({int(other) for other in numbers}) == 1:
+    numbers = gathered(torch.tensor([number]), world)
+    if bool((numbers == numbers[0]).all()):
         return None
     everybody: list[Any] = [None] * world.world_size
     dist.all_gather_object(everybody, mine)

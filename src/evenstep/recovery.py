@@ -29,10 +29,11 @@ import torch.distributed as dist
 from loguru import logger
 
 from evenstep import checkpoint, log, sharedmem, snapshot
+from evenstep.agreement import gathered
 from evenstep.checkpoint import Checkpoint
 from evenstep.errors import CheckpointError
 from evenstep.heartbeat import Activity, Heartbeats, Phase, Pulse
-from evenstep.resuming import gathered, newest_whole
+from evenstep.resuming import newest_whole
 from evenstep.world import World
 
 _LOCK_PATIENCE_S = 10.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from loguru import logger
 
 from evenstep import checkpoint
+from evenstep.agreement import gathered
 from evenstep.errors import CheckpointError
 from evenstep.manifest import directories, step_of, weights_id
 from evenstep.world import World
@@ -116,14 +116,3 @@ class _Mine:
                     "skipping a damaged checkpoint: {}", problem
                 )
         return self._whole[path]
-
-
-def gathered(mine: torch.Tensor, world: World) -> torch.Tensor:
-    """Return everybody's whole numbers, one row a rank. Collective."""
-    mine = mine.to(world.device)
-    rows = [torch.empty_like(mine) for _ in range(world.world_size)]
-    if world.world_size > 1:
-        dist.all_gather(rows, mine)
-    else:
-        rows = [mine]
-    return torch.stack(rows).cpu()
