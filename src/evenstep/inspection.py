@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from evenstep.errors import CheckpointError, ConfigError, did_you_mean
 from evenstep.files import json_text
 from evenstep.flags import scan_flags, wants_help
+from evenstep.manifest import MANIFEST, step_of
 from evenstep.rundir import newest_whole
 
 if TYPE_CHECKING:
@@ -103,8 +103,7 @@ def _is_checkpoint(path: Path) -> bool:
     """Whether a directory is a checkpoint, perhaps a damaged one, and not a run: a run may have any name."""
     if (path / "checkpoints").is_dir():
         return False
-    is_named = re.fullmatch(r"step-\d{8,}(\.replaced)?", path.name) is not None
-    return is_named or (path / "manifest.json").is_file()
+    return step_of(path) >= 0 or (path / MANIFEST).is_file()
 
 
 def _infos(run_dir: Path) -> list[CheckpointInfo]:
