@@ -201,11 +201,21 @@ def batch_of(step):
     return Batch(step, step // 4, step % 4, 8, step % 4 == 3, ())
 
 
+def progresses(n, together):
+    """The counting parts of n TrainStates that train together."""
+    found = [Progress(torch.device("cpu"), together) for _ in range(n)]
+    for number, progress in enumerate(found):
+        together.add(progress)
+        progress.number = number
+    return found
+
+
+def no_loss():
+    return torch.zeros((), dtype=torch.float64)
+
+
 def test_a_loop_that_only_looks_at_batches_moves_nothing():
-    together = Together()
-    progress = Progress(torch.device("cpu"), together)
-    together.add(progress)
-    progress.number = 0
+    (progress,) = progresses(1, Together())
     for step in range(3):
         progress.handed_out(batch_of(step))
         progress.asked()
@@ -217,18 +227,15 @@ def test_a_loop_that_only_looks_at_batches_moves_nothing():
 
 def test_two_loops_in_step_are_over_together():
     together = Together()
-    both = [Progress(torch.device("cpu"), together) for _ in range(2)]
-    for number, progress in enumerate(both):
-        together.add(progress)
-        progress.number = number
+    both = progresses(2, together)
     batches = [batch_of(3), batch_of(3)]
     for progress, batch in zip(both, batches, strict=True):
         progress.handed_out(batch)
     for progress, batch in zip(both, batches, strict=True):
-        progress.count_step(batch, torch.zeros((), dtype=torch.float64), 0.1, None)
+        progress.count_step(batch, no_loss(), 0.1, None)
     assert [p.progress_values(cut_off=True)["again"]["step"] for p in both] == [3, 3]
     both[0].asked()  # the second loop has not asked yet
-    assert not together.in_body
+    assert not any(progress.has_batch for progress in both)
     for progress in both:
         taken = Progress(torch.device("cpu"), Together())
         taken.take_progress(progress.progress_values(cut_off=True))
@@ -238,16 +245,12 @@ def test_two_loops_in_step_are_over_together():
 
 
 def test_a_loop_inside_of_anothers_body_does_not_end_that():
-    together = Together()
-    outer, inner = both = [Progress(torch.device("cpu"), together) for _ in range(2)]
-    for number, progress in enumerate(both):
-        together.add(progress)
-        progress.number = number
+    outer, inner = progresses(2, Together())
     outer.handed_out(batch_of(0))
     for step in range(3):
         batch = batch_of(step)
         inner.handed_out(batch)
-        inner.count_step(batch, torch.zeros((), dtype=torch.float64), 0.1, None)
+        inner.count_step(batch, no_loss(), 0.1, None)
         inner.asked()
     assert outer.progress_values(cut_off=True)["again"]["step"] == 0
     assert inner.progress_values(cut_off=True)["again"] is None
@@ -299,16 +302,8 @@ def test_a_loop_that_reads_ahead_loses_no_batch_in_a_death(kill, seen):
     assert all(each[2][0] in (seen, seen + 1) and each[2][-1] == 7 for each in found)
 
 
-def no_loss():
-    return torch.zeros((), dtype=torch.float64)
-
-
 def test_a_gan_whose_loop_reads_ahead_is_where_its_steps_are():
-    together = Together()
-    driver, critic = both = [Progress(torch.device("cpu"), together) for _ in range(2)]
-    for number, progress in enumerate(both):
-        together.add(progress)
-        progress.number = number
+    driver, critic = progresses(2, Together())
     batches = [batch_of(step) for step in range(6)]
     driver.handed_out(batches[0])
     for step in range(5):
@@ -322,11 +317,7 @@ def test_a_gan_whose_loop_reads_ahead_is_where_its_steps_are():
 
 
 def test_a_step_in_the_body_of_a_loop_that_reads_ahead_does_not_use_what_is_read():
-    together = Together()
-    outer, inner = both = [Progress(torch.device("cpu"), together) for _ in range(2)]
-    for number, progress in enumerate(both):
-        together.add(progress)
-        progress.number = number
+    outer, inner = progresses(2, Together())
     outer.handed_out(batch_of(0))
     outer.asked()
     outer.handed_out(batch_of(1))

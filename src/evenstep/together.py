@@ -58,8 +58,3 @@ class Together:
         self._turn = self.turn(batch) + 1
         self._batch = weakref.ref(batch)
         self.num_turns += 1
-
-    @property
-    def in_body(self) -> bool:
-        """Whether a loop has a batch with which it may not have done all."""
-        return any(state is not None and state.has_batch for state in self.living())
