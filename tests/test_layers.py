@@ -28,6 +28,7 @@ LAYERS = {
         "heartbeat",
         "allocator",
         "seeding",
+        "contents",
         "log",
         "guests",
         "devices",

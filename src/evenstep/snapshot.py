@@ -24,6 +24,7 @@ import torch
 from loguru import logger
 
 from evenstep.checkpoint import Checkpoint
+from evenstep.contents import feed
 
 _GLOB = "snapshot-*.pt"
 _LOCK = "saving"
@@ -47,10 +48,8 @@ class Snapshot:
         """Return a number in 64 bits, with sign, that is the same for the same states, whoever saved them."""
         sha = hashlib.sha256()
         for state in self.states:
-            if state is None:
-                sha.update(b"none;")
-            else:
-                _take_into(sha, [state.step, state.meta, state.model, state.training])
+            parts = None if state is None else [state.step, state.meta, state.model, state.training]
+            feed(sha, parts, lambda value: repr(value).encode())
         return int.from_bytes(sha.digest()[:8], "little", signed=True)
 
 
@@ -147,22 +146,3 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors(item)
-
-
-def _take_into(sha: Any, value: Any) -> None:
-    """Take a value of a snapshot into a hash: its bits, and how it is nested."""
-    if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized:
-        sha.update(f"{value.dtype}{tuple(value.shape)};".encode())
-        values = value.detach().resolve_conj().resolve_neg().contiguous()
-        sha.update(values.reshape(-1).view(torch.uint8).numpy())
-    elif isinstance(value, dict):
-        sha.update(f"dict{len(value)};".encode())
-        for key, item in value.items():
-            _take_into(sha, key)
-            _take_into(sha, item)
-    elif isinstance(value, (list, tuple)):
-        sha.update(f"{type(value).__name__}{len(value)};".encode())
-        for item in value:
-            _take_into(sha, item)
-    else:
-        sha.update(f"{value!r};".encode())

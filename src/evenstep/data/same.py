@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
+from evenstep.contents import feed
 from evenstep.data.cache import ImageArrays
 from evenstep.errors import ConfigError
 from evenstep.world import World
@@ -27,49 +27,20 @@ def content_digest(items: Sequence[Any]) -> str:
     """
     digest = hashlib.sha256()
     for item in items[:FIRST_ITEMS]:
-        _feed(digest, item)
+        feed(digest, item, _typed)
     return digest.hexdigest()
 
 
-def _feed(digest: Any, value: Any) -> None:
-    if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized:
-        flat = value.detach().cpu().contiguous().reshape(-1)
-        digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        digest.update(flat.view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, np.ndarray | np.generic):
-        digest.update(f"{value.dtype}{value.shape}".encode())
-        _feed_array(digest, value)
-    elif isinstance(value, str | bytes | int | float | None):
-        digest.update(f"{value!r};".encode(errors="surrogatepass"))
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            _feed(digest, key)
-            _feed(digest, inner)
-    elif isinstance(value, list | tuple):
-        digest.update(f"{len(value)}(".encode())
-        for inner in value:
-            _feed(digest, inner)
-    else:
-        digest.update(type(value).__qualname__.encode())
-        # Only of Pillow's images: the tobytes of other types may be of addresses, which differ.
-        pillow = sys.modules.get("PIL.Image")
-        if pillow is not None and isinstance(value, pillow.Image):
-            digest.update(f"{value.mode}{value.size}".encode() + value.tobytes())
+def _typed(value: Any) -> bytes:
+    """Return the bytes for a value of another kind: its type, and of Pillow's images what is in them.
 
-
-def _feed_array(digest: Any, value: np.ndarray | np.generic) -> None:
-    """Feed the values of an array; its bytes only where these are nothing but values."""
-    fields = value.dtype.fields
-    if fields is not None:  # between fields there may be bytes that nobody has set
-        array = np.asarray(value)
-        for name in fields:
-            _feed(digest, array[name])
-    elif value.dtype.hasobject:  # the bytes are addresses
-        _feed(digest, value.ravel().tolist())
-    elif value.dtype.type in (np.longdouble, np.clongdouble):  # 10 bytes of 16 are set
-        _feed(digest, [repr(number) for number in value.ravel()])
-    else:
-        digest.update(value.tobytes())
+    The ``tobytes`` of other types may be of addresses, which differ.
+    """
+    name = type(value).__qualname__.encode()
+    pillow = sys.modules.get("PIL.Image")
+    if pillow is None or not isinstance(value, pillow.Image):
+        return name
+    return name + f"{value.mode}{value.size}".encode() + bytes(value.tobytes())
 
 
 def described(dataset: Any) -> str:
